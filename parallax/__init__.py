@@ -1,0 +1,75 @@
+"""parallax: composable functional transforms for distributed PyTorch training."""
+
+# the algebra
+from parallax.core.boosted import Boosted
+from parallax.core.fact import Claim, Fact
+from parallax.core.phase import Phase
+from parallax.core.plan import Plan
+from parallax.core.rewrite import Draft, Rewrite, Room
+from parallax.core.transform import Transform, compose, override, state
+from parallax.core.axes import Axes, Fill, layout
+
+# errors
+from parallax.errors import (
+    CheckpointError,
+    ConflictError,
+    DataError,
+    LaunchError,
+    MeshError,
+    OptimizerError,
+    ParallaxError,
+    RenameError,
+    RuleError,
+    StepError,
+)
+
+# the world
+from parallax.launch import launch, launch_from_torch
+from parallax.parse import parse
+
+# transforms
+from parallax.step import clip
+from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
+from parallax.tensor import tensor_parallel, tp
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Axes",
+    "Boosted",
+    "CheckpointError",
+    "Claim",
+    "ConflictError",
+    "DataError",
+    "Draft",
+    "Fact",
+    "Fill",
+    "LaunchError",
+    "MeshError",
+    "OptimizerError",
+    "ParallaxError",
+    "Phase",
+    "Plan",
+    "RenameError",
+    "Rewrite",
+    "Room",
+    "RuleError",
+    "StepError",
+    "Transform",
+    "bf16",
+    "clip",
+    "compose",
+    "dp",
+    "fp32",
+    "launch",
+    "launch_from_torch",
+    "layout",
+    "mixed_precision",
+    "override",
+    "parse",
+    "shard_zero",
+    "state",
+    "tensor_parallel",
+    "tp",
+    "zero",
+]

@@ -1,0 +1,199 @@
+"""Reading a checkpoint into any composition: every rank reads the blocks that meet its own."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from parallax.checkpoint.files import Entry, Index, flat, read_index
+from parallax.checkpoint.save import settings
+from parallax.core.boosted import KINDS, Boosted, Kind
+from parallax.core.mesh import agree
+from parallax.core.slices import Box, box, like, local
+from parallax.errors import CheckpointError
+
+
+def load_(
+    boosted: Boosted, directory: str | os.PathLike[str], *, kinds: tuple[Kind, ...] = KINDS
+) -> None:
+    """Read a checkpoint into a boosted pair, in place, whatever composition saved it.
+
+    Args:
+        boosted: The pair to write into; collective over all ranks.
+        directory: What `save` wrote.
+        kinds: Which parts of the state to read.
+
+    Raises:
+        CheckpointError: It is missing, damaged, or does not fit this model or optimizer. Raised on
+            every rank before anything is changed.
+
+    Cost:
+        Each rank reads the blocks it holds, and holds them twice while loading.
+    """
+    path = Path(directory).absolute()
+    fault, tree, index = "", {}, None
+    try:
+        index = read_index(path)
+        _fits(boosted, index, kinds, path)
+        with ExitStack() as stack:
+            tree = _read(boosted, index, kinds, _Reader(path, stack))
+    except CheckpointError as error:
+        fault = str(error)
+    _, found = agree("", fault)
+    if any(found):
+        raise CheckpointError(next(text for text in found if text))
+    assert index is not None, "an index was read, or a fault raised"
+    boosted.write_(tree, kinds=kinds)
+    if boosted.optimizer is not None and "moments" in kinds:
+        for group, saved in zip(boosted.optimizer.param_groups, index.groups, strict=True):
+            for key, value in saved["settings"].items():
+                group[key] = _restored(value, group.get(key))
+
+
+def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -> None:
+    faults: list[str] = []
+    for kind in ("params", "buffers"):
+        if kind not in kinds:
+            continue
+        here = {f"{kind}/{name}": t for name, t in boosted.leaves(kind).items()}
+        saved = {key for key in index.tensors if key.startswith(f"{kind}/")}
+        faults += [f"{key[len(kind) + 1 :]} is in the model only" for key in here if key not in saved]
+        faults += [f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in saved - set(here)]
+        faults += [
+            f"{key[len(kind) + 1 :]} has shape {index.tensors[key].shape} in the checkpoint and "
+            f"{tuple(t.shape)} in the model"
+            for key, t in here.items()
+            if key in saved and index.tensors[key].shape != tuple(t.shape)
+        ]
+    if boosted.optimizer is not None and "moments" in kinds:
+        mine = [row["params"] for row in settings(boosted)]
+        theirs = [row["params"] for row in index.groups]
+        if mine != theirs:
+            faults.append(
+                f"the optimizer has {len(mine)} groups of {[len(m) for m in mine]} parameters, the "
+                f"checkpoint {len(theirs)} of {[len(m) for m in theirs]}, or in another order"
+            )
+    if faults:
+        shown = "\n".join(f"  {fault}" for fault in faults[:8])
+        more = f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise CheckpointError(
+            f"the checkpoint {path} does not fit {boosted.title}:\n{shown}{more}\n\n"
+            "Build the model and the optimizer's groups as they were when it was saved."
+        )
+
+
+def _read(
+    boosted: Boosted, index: Index, kinds: tuple[Kind, ...], reader: _Reader
+) -> dict[str, Any]:
+    tree: dict[str, Any] = {kind: {} for kind in KINDS}
+    tree["step"] = torch.tensor(index.step)
+    for kind in ("params", "buffers"):
+        if kind in kinds:
+            for name, target in boosted.leaves(kind).items():
+                key = f"{kind}/{name}"
+                block = reader.block(key, index.tensors[key], box(target))
+                tree[kind][name] = like(block.to(local(target).device), target)
+    if "moments" in kinds:
+        tree["moments"] = _moments(boosted, index, reader)
+    if "rooms" in kinds:
+        for room, state in boosted.rooms.items():
+            for entry, target in flat(state.state):
+                key = f"rooms/{room}/{entry}"
+                if key in index.tensors and isinstance(target, Tensor):
+                    block = reader.block(key, index.tensors[key], box(target))
+                    tree["rooms"].setdefault(room, {})[entry] = like(block, target)
+    return tree
+
+
+def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[str, Any]]:
+    moments: dict[str, dict[str, Any]] = {}
+    params = boosted.params
+    for key, entry in index.tensors.items():
+        if not key.startswith("moments/"):
+            continue
+        name, _, slot = key.removeprefix("moments/").rpartition("/")
+        if name not in params:
+            continue
+        parameter = params[name]
+        shaped = entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
+        block = reader.block(key, entry, box(parameter) if shaped else _all(entry))
+        device = local(parameter).device
+        # torch keeps step counts (0-dim) on the CPU unless the optimizer is capturable or fused.
+        value = like(block.to(device), parameter) if shaped else block
+        moments.setdefault(name, {})[slot] = value
+    for key, value in index.values.items():
+        if key.startswith("moments/"):
+            name, _, slot = key.removeprefix("moments/").rpartition("/")
+            moments.setdefault(name, {})[slot] = value
+    return moments
+
+
+def _all(entry: Entry) -> Box:
+    return Box((0,) * len(entry.shape), entry.shape)
+
+
+class _Reader:
+    """Reads blocks out of the files of one checkpoint, each opened once and memory-mapped."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self._files: dict[str, Any] = {}
+
+    def block(self, key: str, entry: Entry, wanted: Box) -> Tensor:
+        """One block of a tensor, put together from the parts that meet it."""
+        dtype = getattr(torch, entry.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{key} has the dtype {entry.dtype!r}, which torch does not know.")
+        out = torch.empty(wanted.lengths, dtype=dtype)
+        read = 0
+        for part in entry.parts:
+            meet = part.box.overlap(wanted)
+            if meet.empty:
+                continue
+            piece = self._slice(part.file, key, part.box, meet)
+            out[meet.within(wanted)] = piece
+            read += piece.numel()
+        if read != out.numel():
+            raise CheckpointError(
+                f"{key} in {self._directory} is incomplete: {read} of {out.numel()} elements that "
+                "this rank needs are there.\n\nThe index is damaged; load another checkpoint."
+            )
+        return out
+
+    def _slice(self, file: str, key: str, part: Box, meet: Box) -> Tensor:
+        try:
+            handle = self._open(file)
+            if not part.lengths:
+                return handle.get_tensor(key)
+            rows = handle.get_slice(key)
+            if tuple(rows.get_shape()) != part.lengths:
+                raise CheckpointError(
+                    f"{key} in {self._directory / file} has shape {tuple(rows.get_shape())}, and the "
+                    f"index says {part.lengths}.\n\nThe files are from different checkpoints."
+                )
+            return rows[meet.within(part)]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"{key} cannot be read from {self._directory / file}: {error}.\n\n"
+                "The file is missing or damaged; load another checkpoint."
+            ) from None
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context(
+                safe_open(self._directory / file, framework="pt")
+            )
+        return self._files[file]
+
+
+def _restored(value: Any, current: Any) -> Any:
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(value, list) else value

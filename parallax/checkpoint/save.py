@@ -1,0 +1,156 @@
+"""Writing a checkpoint: every rank its own part, complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from parallax.checkpoint.files import INDEX, Entry, Index, Part, flat
+from parallax.core.axes import AXES
+from parallax.core.bind import group_names
+from parallax.core.boosted import KINDS, Boosted, Kind
+from parallax.core.mesh import agree
+from parallax.core.slices import Box, box, held_once, local
+from parallax.errors import CheckpointError
+
+
+def save(
+    boosted: Boosted, directory: str | os.PathLike[str], *, kinds: tuple[Kind, ...] = KINDS
+) -> None:
+    """Write the training state to a directory, replacing what is there once all is written.
+
+    Args:
+        boosted: The pair to save; collective over all ranks.
+        directory: Where to, on storage that all ranks see.
+        kinds: Which parts of the state.
+
+    Raises:
+        CheckpointError: Any rank could not write; raised on every rank, and what was there stays.
+
+    Cost:
+        Every tensor is written once over all ranks, each rank its own block, with a CPU copy of
+        this rank's blocks.
+    """
+    target = Path(directory).absolute()
+    token: list[Any] = [uuid.uuid4().hex[:8]]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(token, src=0)
+    partial = target.with_name(f".{target.name}.{token[0]}.partial")
+    rank = dist.get_rank()
+
+    def begin() -> None:
+        if rank == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.mkdir()
+
+    _together(begin, f"cannot write a checkpoint to {target}")
+    mine: list[tuple[str, str, tuple[int, ...], Box]] = []
+    values: dict[str, Any] = {}
+    file = f"rank-{rank:05d}.safetensors"
+
+    def write() -> None:
+        tensors = _mine(boosted, kinds, mine, values)
+        if tensors:
+            save_file(tensors, partial / file)
+
+    def finish() -> None:
+        if rank == 0:
+            (partial / INDEX).write_text(_index(boosted, kinds, rows, values).to_json())
+            _replace(partial, target)
+
+    try:
+        _together(write, f"cannot write a checkpoint to {target}")
+        rows: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rows, (file, mine))
+        _together(finish, f"cannot complete the checkpoint {target}")
+    finally:
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _together(work: Callable[[], None], what: str) -> None:
+    """Do a piece of work on every rank; if one fails, all raise."""
+    fault = ""
+    try:
+        work()
+    except OSError as error:
+        fault = str(error)
+    except Exception as error:  # safetensors raises its own kinds; a rank must not be left waiting
+        fault = f"{type(error).__name__}: {error}"
+    _, found = agree("", fault)
+    if any(found):
+        rows = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
+        raise CheckpointError(
+            f"{what}: {rows}.\n\nCheck that the path exists for every rank, is writable and has "
+            "room. Nothing that was there before has been changed."
+        )
+
+
+def _mine(
+    boosted: Boosted,
+    kinds: tuple[Kind, ...],
+    rows: list[tuple[str, str, tuple[int, ...], Box]],
+    values: dict[str, Any],
+) -> dict[str, Tensor]:
+    coordinate = boosted.mesh.get_coordinate()
+    assert coordinate is not None, "every rank of the world is in the mesh"
+    tensors: dict[str, Tensor] = {}
+    for key, value in flat({kind: boosted.leaves(kind) for kind in kinds if kind != "step"}):
+        if not isinstance(value, Tensor):
+            if not isinstance(value, dict):
+                values[key] = value
+            continue
+        block = box(value)
+        whole = value.numel() == 0
+        if held_once(value, coordinate, AXES) and (not block.empty or whole):
+            tensors[key] = local(value.detach()).cpu().contiguous()
+            rows.append((key, str(value.dtype)[6:], tuple(value.shape), block))
+    return tensors
+
+
+def _index(
+    boosted: Boosted, kinds: tuple[Kind, ...], rows: list[Any], values: dict[str, Any]
+) -> Index:
+    index = Index(boosted.plan.composition, boosted.step, values=values)
+    for file, parts in rows:
+        for key, dtype, shape, block in parts:
+            entry = index.tensors.setdefault(key, Entry(dtype, shape))
+            entry.parts.append(Part(file, block))
+    if boosted.optimizer is not None and "moments" in kinds:
+        index.groups = settings(boosted)
+    return index
+
+
+def settings(boosted: Boosted) -> list[dict[str, Any]]:
+    """The optimizer's groups as JSON: names, and every setting that is a plain value."""
+    assert boosted.optimizer is not None
+    names = group_names(boosted.optimizer, boosted.names, boosted.model)
+    rows = []
+    for group, members in zip(boosted.optimizer.param_groups, names, strict=True):
+        plain = {k: _plain(v) for k, v in group.items() if k != "params"}
+        rows.append({"params": members, "settings": plain})
+    return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _replace(partial: Path, target: Path) -> None:
+    if not target.exists():
+        partial.rename(target)
+        return
+    old = partial.with_suffix(".old")
+    target.rename(old)
+    partial.rename(target)
+    shutil.rmtree(old)

@@ -1,0 +1,208 @@
+"""Carrying a composition out: check everything, then rewrite, then bind the verbs."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallax.core.bind import BIND, group_names, rebind, snapshot_state
+from parallax.core.boosted import Boosted
+from parallax.core.mesh import agree, broadcast, device_of, digest, mesh_of, rank_on
+from parallax.core.names import Names
+from parallax.core.phase import Phase
+from parallax.core.plan import ordered
+from parallax.core.rewrite import Draft, Room
+from parallax.core.step import grad_of
+from parallax.core.transform import OptimizerLike, Transform
+from parallax.errors import OptimizerError, ParallaxError, StepError, raise_all
+from parallax.launch import launch
+
+_MARK = "_parallax_plan"
+
+
+def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> Boosted:
+    """See `Transform.__call__`."""
+    launch()
+    faults: list[ParallaxError] = []
+    plan = _attempt(faults, lambda: transform.plan(dist.get_world_size()))
+    if already := getattr(model, _MARK, None):
+        faults.append(_boosted_twice(model, already, transform))
+    names = Names.of(model)
+    if not faults:
+        optimizer = _attempt(faults, lambda: _optimizer(model, optimizer))
+    statement = _statement(transform, model, optimizer)
+    _raise_together(statement, faults, transform)
+    assert plan is not None and (optimizer is None or isinstance(optimizer, Optimizer))
+
+    if optimizer is not None:
+        plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
+    mesh = mesh_of(plan)
+    draft = Draft((model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing)
+    for rewrite in plan.rewrites:
+        faults += rewrite.check(draft, plan)
+    _raise_together(statement, faults, transform)
+
+    groups = group_names(optimizer, names, model) if optimizer is not None else []
+    known = {id(p): name for name, p in names.parameters_of(model).items()}
+    state = snapshot_state(optimizer, known) if optimizer is not None else {}
+    broadcast((*model.parameters(), *model.buffers(), *_tensors(state)), mesh)
+    title = type(model).__name__  # fully_shard renames the class
+    draft = draft._replace(grad=grad_of(model, mesh))
+    rooms: dict[str, Room] = {}
+    settled = False
+    for rewrite in plan.rewrites:
+        if rewrite.phase >= Phase.BIND and not settled:
+            settled = _settle(draft, mesh)
+        if rewrite is BIND:
+            assert optimizer is not None
+            rebind(optimizer, groups, state, draft.names.parameters_of(*draft.parts))
+        draft, rooms[rewrite.name] = rewrite.build(draft, plan)
+        draft = draft._replace(names=draft.names.follow(draft.parts, rewrite.phase, rewrite.name))
+    if not settled:
+        _settle(draft, mesh)
+    _share_randomness(mesh)
+    setattr(model, _MARK, repr(transform))
+    boosted = Boosted(draft, plan, rooms, title)
+    if optimizer is not None:
+        _install(optimizer, boosted)
+    return boosted
+
+
+def _attempt(faults: list[ParallaxError], make: Any) -> Any:
+    try:
+        return make()
+    except ParallaxError as fault:
+        faults.append(fault)
+        return None
+
+
+def _optimizer(model: nn.Module, given: OptimizerLike) -> Optimizer | None:
+    if given is None or isinstance(given, Optimizer):
+        return given
+    if not callable(given):
+        raise OptimizerError(
+            f"the optimizer is {given!r}.\n\nGive a torch.optim.Optimizer made on the model, or a "
+            "function of parameters that makes one, or None."
+        )
+    made = given(list(model.parameters()))
+    if not isinstance(made, Optimizer):
+        raise OptimizerError(
+            f"the function given as optimizer made {made!r}.\n\n"
+            "It must return a torch.optim.Optimizer over the parameters it is given."
+        )
+    return made
+
+
+def _boosted_twice(model: nn.Module, first: str, second: Transform) -> StepError:
+    return StepError(
+        f"{second!r} was called on a {type(model).__name__} that is already boosted by {first}.\n\n"
+        f"Compose first, then call once: compose({first}, {second!r})(model, optimizer)."
+    )
+
+
+def _statement(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> str:
+    shapes = ", ".join(
+        f"{name}:{tuple(t.shape)}:{t.dtype}"
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    )
+    kind = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else "none"
+    return f"{transform!r} | {type(model).__name__} {digest(shapes)} | {kind}"
+
+
+def _raise_together(statement: str, faults: list[ParallaxError], transform: Transform) -> None:
+    """Raise what any rank found, with the same text on every rank."""
+    mine = ""
+    if faults:
+        try:
+            raise_all(faults)
+        except ParallaxError as fault:
+            mine = str(fault)
+    statements, found = agree(statement, mine)
+    if len(set(statements)) > 1:
+        rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(statements))
+        raise StepError(
+            f"the ranks boost different things:\n{rows}\n\n"
+            "Build the same model, optimizer and composition on every rank."
+        )
+    if any(found):
+        if len(set(found)) == 1:
+            raise_all(faults)
+        rows = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
+        raise (type(faults[0]) if faults else ParallaxError)(rows)
+
+
+def _settle(draft: Draft, mesh: Any) -> bool:
+    """Move what no rewrite moved (buffers, loose parameters) to this rank's device."""
+    device = device_of(mesh)
+    for part in draft.parts:
+        for tensor in (*part.parameters(), *part.buffers()):
+            if not isinstance(tensor, DTensor) and not tensor.is_meta and tensor.device != device:
+                tensor.data = tensor.data.to(device)
+    return True
+
+
+def _tensors(state: dict[str, dict[str, Any]]) -> list[Tensor]:
+    return [v for row in state.values() for v in row.values() if isinstance(v, Tensor)]
+
+
+def _share_randomness(mesh: Any) -> None:
+    """Give the ranks of one data rank one random stream, and different data ranks different ones.
+
+    Data rank 0 goes on with rank 0's stream as it stands, so that a world with one data rank draws
+    what one process draws. The others are seeded from the same stream's seed and their data rank.
+    """
+    if dist.get_world_size() == 1:
+        return
+    device = device_of(mesh)
+    state = torch.get_rng_state().to(device)
+    seed = torch.tensor([torch.initial_seed() % (1 << 62)], device=device)
+    dist.broadcast(state, src=0)
+    dist.broadcast(seed, src=0)
+    rank = rank_on(mesh)
+    if rank:
+        torch.manual_seed((int(seed) + 0x9E3779B97F4A7C15 * rank) % (1 << 62))
+        return
+    if device.type == "cuda":
+        torch.cuda.manual_seed(int(seed))
+    torch.set_rng_state(state.cpu())
+
+
+def _install(optimizer: Optimizer, boosted: Boosted) -> None:
+    """Make `optimizer.step()` and `zero_grad()` mean the composed update, for hand-written loops."""
+
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        boosted.update()
+        return loss
+
+    # A method, since torch's schedulers re-wrap optimizer.step through its __func__.
+    optimizer.step = types.MethodType(step, optimizer)
+
+
+def _no_grad_yet(loss_fn: Any, batch: Any) -> Tensor:
+    raise AssertionError("grad is set before the first build")
+
+
+def _any(on: bool) -> None:
+    """Nothing is reduced over data axes, so nothing can be put off."""
+
+
+def _nothing() -> None:
+    """Nothing to settle."""
+
+
+def _no_update() -> None:
+    raise StepError(
+        "this model was boosted without an optimizer, so there is nothing to step.\n\n"
+        "Give one: transform(model, optimizer)."
+    )

@@ -1,0 +1,412 @@
+"""The boosted pair: a model and an optimizer with the verbs that train them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from parallax.core.mesh import device_of, rank_on
+from parallax.core.names import Names
+from parallax.core.plan import Plan
+from parallax.core.rewrite import Draft, LossFn, Room
+from parallax.core.slices import boxes, local
+from parallax.core.step import read_loss, rows_of, tensor_rows, weigh
+from parallax.errors import CheckpointError, DataError, StepError
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+Kind = Literal["params", "buffers", "moments", "rooms", "step"]
+KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
+
+
+class Handle:
+    """What a state belongs to. Compared by plan only, so that two states of one run match."""
+
+    def __init__(self, boosted: Boosted) -> None:
+        self.boosted = boosted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and self.boosted.plan == other.boosted.plan
+
+    def __hash__(self) -> int:
+        return hash(self.boosted.plan)
+
+
+class Boosted:
+    """A rewritten model/optimizer pair. Made by calling a transform.
+
+    A tree of optree's namespace `"parallax"` with the leaves `params`, `buffers`, `moments`, `rooms`
+    and `step`, which are exactly what a checkpoint holds; they are read when the tree is flattened,
+    so they are always current. `optree.tree_map(torch.clone, boosted, namespace="parallax")` is a
+    snapshot; `boosted.load_(snapshot)` writes it back.
+
+    Attributes:
+        model: The model, rewritten in place. Call it as before.
+        optimizer: The optimizer, re-pointed in place, or None. Its `step()` is the whole update,
+            with clipping and whatever else is composed.
+        mesh: The torch `DeviceMesh` with the axes pp, data_replicate, data_shard, sp, tp.
+        plan: What was carried out; print it.
+        rooms: What each rewrite keeps, by its name.
+    """
+
+    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str) -> None:
+        self._draft = draft
+        self._step = torch.zeros((), dtype=torch.int64)
+        self._frozen: dict[str, Any] | None = None
+        self.plan = plan
+        self.rooms = rooms
+        self.title = title
+
+    @property
+    def model(self) -> nn.Module:
+        return self._draft.parts[0]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._draft.optimizer
+
+    @property
+    def names(self) -> Names:
+        """Original full names of this rank's tensors."""
+        return self._draft.names
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self._draft.mesh
+
+    @property
+    def step(self) -> int:
+        """Number of updates made."""
+        return int(self._step)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global gradient norm of the last update, before clipping; None unless `clip` is
+        composed and a step was made. Reading it does not synchronise; `.item()` does."""
+        room = self.rooms.get("clip")
+        return None if room is None else room.notes.get("norm")
+
+    # -- verbs -------------------------------------------------------------------------------------
+
+    def train_step(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """Run forward, backward and one update.
+
+        Args:
+            loss_fn: `loss_fn(model, batch)` returns the mean loss over this rank's samples, or the
+                pair `(sum, count)`. With a mean, ranks count by their number of samples (the first
+                dim of the batch's tensors). With a pair, the global sum over the global count is
+                minimised, exactly, whatever the counts are.
+            batch: This rank's part of the global batch: what `loader` yields or `shard` returns.
+
+        Returns:
+            The global loss, 0-dim, equal on every rank.
+
+        Raises:
+            StepError: The loss has another form, or there is no optimizer.
+            DataError: A mean loss over a batch whose tensors disagree about their first dim.
+        """
+        loss = self.grad(loss_fn, batch)
+        self.update()
+        self.zero_grad()
+        return loss
+
+    def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """The first half of `train_step`: fills `.grad`, changes no parameter."""
+        self._live("grad")
+        return self._draft.grad(loss_fn, batch)
+
+    def update(self) -> None:
+        """The second half of `train_step`: consumes `.grad`. What `optimizer.step()` does."""
+        self._live("update")
+        self._draft.settle()
+        self._draft.update()
+        self._step += 1
+
+    @property
+    def grads(self) -> dict[str, Tensor]:
+        """This rank's gradients by original name, reduced as an update would use them.
+
+        Collective when a composition leaves a reduction to the update: read it on every rank.
+        """
+        self._live("grads")
+        self._draft.settle()
+        return {name: p.grad for name, p in self.params.items() if p.grad is not None}
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those of parameters that no optimizer group holds."""
+        for part in self._draft.parts:
+            for parameter in part.parameters():
+                parameter.grad = None
+
+    def eval_step(self, loss_fn: LossFn, batch: Any) -> Tensor:
+        """The global loss of a batch in evaluation mode, without gradients; as in `train_step`."""
+        self._live("eval_step")
+        training = [m for part in self._draft.parts for m in part.modules() if m.training]
+        try:
+            for part in self._draft.parts:
+                part.eval()
+            with torch.no_grad():
+                value, count, is_sum = read_loss(loss_fn(self.model, batch), batch)
+                return weigh(value, count, is_sum, self.mesh)[0]
+        finally:
+            for module in training:
+                module.training = True
+
+    def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
+        """Backward of a hand-written loop.
+
+        Args:
+            loss: This rank's mean loss; every data rank counts the same. With `count`: this rank's
+                sum, to be divided by the sum of all ranks' counts.
+            count: What this rank's sum is over (samples, tokens).
+        """
+        self._live("backward")
+        value, weight, is_sum = read_loss(loss if count is None else (loss, count), None)
+        factor = weigh(value, weight, is_sum, self.mesh)[1] if is_sum else 1.0
+        (value * factor).backward()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up on this rank; the next one outside reduces the sum."""
+        self._live("no_sync")
+        self._draft.sync(False)
+        try:
+            yield
+        finally:
+            self._draft.sync(True)
+
+    # -- data --------------------------------------------------------------------------------------
+
+    def shard(self, batch: Any) -> Any:
+        """Cut a global batch along its first dim over the data axes.
+
+        Args:
+            batch: Any tree of tensors and other values, equal on all ranks; tensors without a dim
+                and other values are passed on.
+
+        Returns:
+            This rank's part: contiguous rows; the first ranks hold one more when the rows do not
+            divide.
+
+        Raises:
+            DataError: The tensors' first dims differ.
+        """
+        rows = rows_of(batch)
+        if rows is None:
+            return batch
+        ranks, rank = self.plan.size(), rank_on(self.mesh)
+        start, end = cut(rows, ranks, rank)
+        return optree.tree_map(
+            lambda x: x[start:end] if isinstance(x, Tensor) and x.ndim else x,
+            batch,
+            none_is_leaf=True,
+        )
+
+    def loader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        shuffle: bool = False,
+        seed: int = 0,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """A loader that yields this rank's part of each global batch; see `parallax.data.loader`."""
+        from parallax.data import loader  # the façade is the one place that looks up into rooms
+
+        return loader(
+            self.mesh,
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            num_workers=num_workers,
+            drop_last=drop_last,
+            **options,
+        )
+
+    # -- state -------------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """This rank's parameters by original full name."""
+        return self.leaves("params")
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's saved buffers by original full name."""
+        return self.leaves("buffers")
+
+    @property
+    def moments(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter name; empty before the first step."""
+        return self.leaves("moments")
+
+    def gather(self) -> dict[str, Any] | None:
+        """The whole, unsharded state on the CPU of rank 0; None on the other ranks.
+
+        Returns:
+            A dict of `params`, `buffers`, `moments`, `rooms` and `step`; on rank 0 only.
+
+        Cost:
+            One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
+        """
+        tree = {kind: self.leaves(kind) for kind in KINDS}
+        device = device_of(self.mesh)
+        whole = optree.tree_map(lambda leaf: _collect(leaf, device), tree, none_is_leaf=True)
+        return whole if dist.get_rank() == 0 else None
+
+    def load_(self, source: Boosted | str | os.PathLike[str]) -> None:
+        """Write a snapshot, or a checkpoint directory, back into this pair, in place.
+
+        Raises:
+            CheckpointError: The source is missing, damaged, or does not fit.
+        """
+        self._live("load_")
+        if not isinstance(source, Boosted):
+            from parallax.checkpoint import load_  # the façade looks up into rooms
+
+            load_(self, source)
+            return
+        if source.plan != self.plan:
+            raise CheckpointError(
+                f"a snapshot of\n{source.plan}\nwas given to a pair of\n{self.plan}\n\n"
+                "Save to a directory and load that: files fit any composition."
+            )
+        self.write_({kind: source.leaves(kind) for kind in KINDS})
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the whole training state; every rank writes its own part. See
+        `parallax.checkpoint.save`."""
+        self._live("save")
+        from parallax.checkpoint import save  # the façade looks up into rooms
+
+        save(self, directory)
+
+    @torch.no_grad()
+    def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:
+        """Write leaves (as laid out on this rank) into the live pair."""
+        self.zero_grad()  # gradients of other weights must not reach the next update
+        self._draft.settle()
+        for kind in ("params", "buffers"):
+            if kind in kinds:
+                mine = self.leaves(kind)
+                for name, value in tree[kind].items():
+                    local(mine[name]).copy_(local(value))
+        if self.optimizer is not None and "moments" in kinds:
+            self._write_moments(tree["moments"])
+        for name, state in tree["rooms"].items():
+            self.rooms[name].state.update(_copied(state))
+        if "step" in kinds:
+            self._step = torch.as_tensor(tree["step"]).clone()
+
+    def _write_moments(self, moments: dict[str, dict[str, Any]]) -> None:
+        assert self.optimizer is not None
+        state = self.optimizer.state
+        params = self.leaves("params")
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in params.items():
+            if id(parameter) not in held:
+                continue
+            if name not in moments:
+                state.pop(parameter, None)
+                continue
+            state[parameter] = _copied(moments[name])
+
+    def leaves(self, kind: Kind) -> Any:
+        """The tensors of one kind, as laid out on this rank: what a checkpoint holds."""
+        if self._frozen is not None:
+            return self._frozen[kind]
+        names, parts = self._draft.names, self._draft.parts
+        if kind == "params":
+            return names.parameters_of(*parts)
+        if kind == "buffers":
+            return names.buffers_of(*parts)
+        if kind == "rooms":
+            return {name: room.state for name, room in self.rooms.items() if room.state}
+        if kind == "step":
+            return self._step
+        state = self.optimizer.state if self.optimizer is not None else {}
+        named = names.parameters_of(*parts)
+        return {name: dict(state[p]) for name, p in named.items() if p in state and state[p]}
+
+    def _live(self, verb: str) -> None:
+        if self._frozen is not None:
+            raise StepError(
+                f"{verb} was called on a snapshot, which holds tensors and trains nothing.\n\n"
+                "Call it on the boosted pair; boosted.load_(snapshot) writes the snapshot back."
+            )
+
+    def __repr__(self) -> str:
+        kind = "snapshot" if self._frozen is not None else "boosted"
+        return f"<{kind} {self.title} at step {self.step}: {self.plan.composition}>"
+
+
+def cut(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and last-plus-one row of a rank; the first `rows % ranks` ranks hold one more.
+
+    Example:
+        >>> [cut(7, 3, rank) for rank in range(3)]
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    each, more = divmod(rows, ranks)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
+
+
+@torch.no_grad()
+def _collect(leaf: Any, device: torch.device) -> Any:
+    """A whole leaf on rank 0's CPU, sent there part by part."""
+    rank = dist.get_rank()
+    if not isinstance(leaf, DTensor):
+        return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) and rank == 0 else leaf
+    parts = boxes(leaf)
+    if 0 not in parts:
+        return None  # rank 0 has its own copy: this rank stands elsewhere on a replicated axis
+    mine = leaf.to_local()
+    if rank != 0:
+        if rank in parts and not parts[rank].empty:
+            dist.send(mine.contiguous().to(device), dst=0)
+        return None
+    whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+    for source, block in parts.items():
+        if block.empty:
+            continue
+        part = mine
+        if source != 0:
+            part = torch.empty(block.lengths, dtype=leaf.dtype, device=device)
+            dist.recv(part, src=source)
+        whole[block.index] = part.cpu()
+    return whole
+
+
+def _copied(entries: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+
+
+def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]]:
+    return tuple(boosted.leaves(kind) for kind in KINDS), Handle(boosted), KINDS
+
+
+def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
+    live = handle.boosted
+    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title)
+    snapshot._frozen = dict(zip(KINDS, children, strict=True))
+    snapshot._step = snapshot._frozen["step"]
+    return snapshot
+
+
+optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")

@@ -1,0 +1,111 @@
+"""The device mesh of a world, and small exchanges over its axes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from parallax.core.axes import AXES, DATA_AXES
+from parallax.core.plan import Plan
+
+_MESHES: dict[tuple[object, str, tuple[int, ...]], DeviceMesh] = {}
+
+
+def device_type() -> str:
+    """`"cuda"` when the running process group moves GPU memory, else `"cpu"`."""
+    return "cuda" if "nccl" in str(dist.get_backend_config()) else "cpu"
+
+
+def mesh_of(plan: Plan) -> DeviceMesh:
+    """The mesh of a plan over the running ranks; one mesh for each shape in a process group's life.
+
+    Process groups are a scarce resource (each holds sockets or device buffers), so a second boost
+    with the same layout reuses the first one's mesh.
+    """
+    sizes = tuple(size for _, size in plan.sizes)
+    key = (dist.group.WORLD, device_type(), sizes)
+    for known in [k for k in _MESHES if k[0] is not dist.group.WORLD]:
+        del _MESHES[known]  # of a process group that was destroyed
+    if key not in _MESHES:
+        _MESHES[key] = init_device_mesh(device_type(), sizes, mesh_dim_names=AXES)
+    return _MESHES[key]
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def rank_on(mesh: DeviceMesh, *axes: str) -> int:
+    """This rank's place along axes, the last axis fastest; along the data axes when none is named."""
+    rank = 0
+    for axis in axes or DATA_AXES:
+        submesh = mesh[axis]
+        rank = rank * submesh.size() + submesh.get_local_rank()
+    return rank
+
+
+def total(value: Tensor, mesh: DeviceMesh, axes: Iterable[str] = DATA_AXES) -> Tensor:
+    """Sum a small tensor over axes, in place; axes of size 1 cost nothing."""
+    for axis in axes:
+        if mesh[axis].size() > 1:
+            dist.all_reduce(value, group=mesh[axis].get_group())
+    return value
+
+
+def agree(statement: str, faults: str) -> tuple[list[str], list[str]]:
+    """Exchange a statement and the faults found over all ranks, before anything is changed.
+
+    Args:
+        statement: What must be the same on every rank.
+        faults: What this rank found wrong; empty when nothing.
+
+    Returns:
+        Every rank's statement and every rank's faults, in rank order.
+    """
+    if dist.get_world_size() == 1:
+        return [statement], [faults]
+    rows: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
+    dist.all_gather_object(rows, (statement, faults))
+    return [row[0] for row in rows], [row[1] for row in rows]
+
+
+def digest(text: str) -> str:
+    """A short fingerprint, to compare long descriptions between ranks."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], mesh: DeviceMesh, bucket: int = 1 << 24) -> None:
+    """Make every rank's tensors those of rank 0, in place, in buckets of `bucket` elements.
+
+    Tensors may live on another device than the mesh's; at most one bucket is copied at a time, or
+    one tensor when it is larger. Meta tensors have no values and are passed over.
+    """
+    if dist.get_world_size() == 1:
+        return
+    device = device_of(mesh)
+    rows: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_meta or tensor.numel() == 0:
+            continue
+        row = rows.setdefault(tensor.dtype, [])
+        row.append(tensor)
+        if sum(t.numel() for t in row) >= bucket:
+            _broadcast_bucket(rows.pop(tensor.dtype), device)
+    for row in rows.values():
+        _broadcast_bucket(row, device)
+
+
+def _broadcast_bucket(row: list[Tensor], device: torch.device) -> None:
+    flat = torch.cat([t.detach().reshape(-1).to(device) for t in row])
+    dist.broadcast(flat, src=0)
+    for tensor, part in zip(row, flat.split([t.numel() for t in row]), strict=True):
+        tensor.detach().copy_(part.view(tensor.shape))

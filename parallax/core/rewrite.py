@@ -1,0 +1,96 @@
+"""Rewrites: the functions that carry out what facts state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from parallax.core.phase import Phase
+from parallax.errors import ParallaxError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from parallax.core.names import Names
+    from parallax.core.plan import Plan
+
+LossFn = Callable[[Any, Any], Any]
+Grad = Callable[[LossFn, Any], Tensor]
+Update = Callable[[], None]
+Sync = Callable[[bool], None]
+Settle = Callable[[], None]
+
+
+class Draft(NamedTuple):
+    """The model/optimizer pair under construction, with the verbs that will train it.
+
+    Attributes:
+        parts: The modules of this rank: one, or this rank's pipeline stages.
+        optimizer: The optimizer, or None when only a model was given.
+        mesh: The device mesh with all five named axes.
+        names: Original full names of parameters and buffers.
+        grad: `(loss_fn, batch) -> loss`: runs forward and backward and fills `.grad`.
+        update: `() -> None`: consumes `.grad` and changes the parameters.
+        sync: `(on) -> None`: whether the next backward reduces gradients over the data axes.
+        settle: `() -> None`: runs before every update, outside all wrappers of it: brings gradients
+            and parameters into the form an update needs, or says why they cannot be.
+    """
+
+    parts: tuple[nn.Module, ...]
+    optimizer: Optimizer | None
+    mesh: DeviceMesh
+    names: Names
+    grad: Grad
+    update: Update
+    sync: Sync
+    settle: Settle
+
+
+@dataclass
+class Room:
+    """What a rewrite keeps at run time: its own entry of `boosted.rooms`.
+
+    Attributes:
+        state: Tensors that belong to the training state; leaves of the boosted pair, saved.
+        notes: Everything else: what was decided, for people to read and for the rewrite's own use.
+    """
+
+    state: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+def no_faults(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+    """The check of a rewrite that can refuse nothing."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A named step of construction. Module-level constant; all arguments live in facts.
+
+    Attributes:
+        name: Key of its room in `boosted.rooms`; also what equality and hashing go by.
+        phase: When it runs.
+        build: `(draft, plan) -> (draft, room)`; may change modules in place.
+        check: `(draft, plan) -> faults`; looks, changes nothing. All checks of a composition run
+            before the first build, so that a refused composition leaves the model as it was.
+
+    Example:
+        >>> from parallax.core.phase import Phase
+        >>> Rewrite("nothing", Phase.CLIP, lambda draft, plan: (draft, Room()))
+        Rewrite(nothing)
+    """
+
+    name: str
+    phase: Phase = field(compare=False)
+    build: Callable[[Draft, Plan], tuple[Draft, Room]] = field(compare=False)
+    check: Callable[[Draft, Plan], Iterable[ParallaxError]] = field(
+        default=no_faults, compare=False
+    )
+
+    def __repr__(self) -> str:
+        return f"Rewrite({self.name})"

@@ -1,0 +1,121 @@
+"""One training step's loss and gradient, exact over data ranks that hold unequal parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from parallax.core.axes import DATA_AXES
+from parallax.core.mesh import device_of, total
+from parallax.core.rewrite import Grad, LossFn
+from parallax.errors import DataError, StepError
+
+
+def rows_of(batch: Any) -> int | None:
+    """The length of the first dim that all tensors of a batch share.
+
+    Args:
+        batch: Any tree of tensors and other values.
+
+    Returns:
+        The common length, or None when the batch holds no tensor with a dim.
+
+    Raises:
+        DataError: The tensors' first dims differ.
+    """
+    lengths = {path: len(leaf) for path, leaf in tensor_rows(batch)}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{path}: {n}" for path, n in lengths.items())
+        raise DataError(
+            f"the first dims of the batch's tensors differ ({shown}), so it cannot be told how many "
+            "samples this rank holds.\n\nGive every tensor the batch as first dim, or let the loss "
+            "function return the pair (sum, count)."
+        )
+    return next(iter(lengths.values()), None)
+
+
+def tensor_rows(batch: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a batch that have a first dim, with their paths."""
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)  # transformers' BatchEncoding is a UserDict, which optree takes as a leaf
+    paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
+    rows = zip(paths, leaves, strict=True)
+    return [("/".join(map(str, p)), x) for p, x in rows if isinstance(x, Tensor) and x.ndim]
+
+
+def read_loss(out: Any, batch: Any) -> tuple[Tensor, Tensor | float, bool]:
+    """Take a loss function's result apart.
+
+    Returns:
+        The differentiable value, its weight (count or number of samples), and whether the value is
+        a sum (a pair was returned) rather than a mean.
+
+    Raises:
+        StepError: The result is neither a scalar tensor nor a pair of scalars.
+    """
+    pair = isinstance(out, tuple | list) and len(out) == 2
+    value, count = out if pair else (out, None)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise StepError(
+            f"the loss function returned {_describe(out)}.\n\n"
+            "Return the mean loss as a scalar tensor, or the pair (sum, count)."
+        )
+    if isinstance(value, DTensor):
+        value = value.full_tensor()  # loss_parallel leaves a replicated DTensor
+    if pair:
+        return value.reshape(()), count, True
+    rows = rows_of(batch)
+    return value.reshape(()), float(1 if rows is None else rows), False
+
+
+def weigh(
+    value: Tensor, count: Tensor | float, is_sum: bool, mesh: DeviceMesh
+) -> tuple[Tensor, Tensor]:
+    """The global loss, and the factor on the local value whose data-averaged gradient is its own.
+
+    Gradients are averaged over D data ranks. With local sums s_r and counts c_r the global loss is
+    sum(s_r) / sum(c_r); its gradient is the average of D / sum(c_r) times the gradient of s_r.
+
+    Returns:
+        The global loss (detached, float32 or float64) and the factor, both 0-dim.
+
+    Cost:
+        One all-reduce of two numbers for each data axis larger than 1.
+    """
+    device = device_of(mesh)
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    here = torch.as_tensor(count, dtype=dtype, device=device).detach()
+    share = value.detach().to(device=device, dtype=dtype)
+    # A rank without samples may have a mean over nothing, which is NaN and counts for nothing.
+    share = torch.where(here > 0, share if is_sum else share * here, 0)
+    data_ranks = mesh["data_replicate"].size() * mesh["data_shard"].size()
+    if data_ranks == 1:
+        loss = share / here if is_sum else value.detach().to(dtype)
+        return loss, (1 / here if is_sum else torch.ones_like(here))
+    sums = total(torch.stack([share, here]), mesh, DATA_AXES)
+    factor = (data_ranks if is_sum else data_ranks * here) / sums[1]
+    return sums[0] / sums[1], factor
+
+
+def grad_of(model: nn.Module, mesh: DeviceMesh) -> Grad:
+    """The innermost `grad`: forward, weigh, backward."""
+
+    def grad(loss_fn: LossFn, batch: Any) -> Tensor:
+        value, count, is_sum = read_loss(loss_fn(model, batch), batch)
+        loss, factor = weigh(value, count, is_sum, mesh)
+        (value.to(factor.dtype) * factor).backward()
+        return loss
+
+    return grad
+
+
+def _describe(out: Any) -> str:
+    if isinstance(out, Tensor):
+        return f"a tensor of shape {tuple(out.shape)}"
+    return f"a {type(out).__name__}"

@@ -1,0 +1,5 @@
+"""Batches, cut over the data ranks."""
+
+from parallax.data.loader import loader
+
+__all__ = ["loader"]

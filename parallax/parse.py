@@ -1,0 +1,118 @@
+"""Compositions as text, for command lines and files; parsed, never evaluated."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from parallax.core.transform import Transform, compose, override
+from parallax.errors import ParallaxError
+from parallax.step import clip
+from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
+from parallax.tensor import tensor_parallel, tp
+
+VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
+    "bf16": bf16,
+    "clip": clip,
+    "compose": compose,
+    "dp": dp,
+    "fp32": fp32,
+    "mixed_precision": mixed_precision,
+    "override": override,
+    "shard_zero": shard_zero,
+    "tensor_parallel": tensor_parallel,
+    "tp": tp,
+    "zero": zero,
+}
+
+
+def parse(
+    text: str, *, more: Mapping[str, Transform | Callable[..., Transform]] | None = None
+) -> Transform:
+    """Read a composition from text such as `"tp(2), zero(2), bf16"`.
+
+    Args:
+        text: Transforms separated by commas, as one would write them in Python; arguments are
+            literals or transforms.
+        more: Further names, for one's own transforms.
+
+    Raises:
+        ParallaxError: A name is unknown, or the text is not a list of calls with literals.
+
+    Example:
+        >>> parse("zero(2), bf16, clip(1.0)")
+        compose(bf16, clip(1.0), zero(2))
+    """
+    vocabulary = {**VOCABULARY, **(more or {})}
+    try:
+        body = ast.parse(f"compose({text})", mode="eval").body
+    except SyntaxError as error:
+        raise ParallaxError(
+            f"the composition {text!r} cannot be read: {error.msg}.\n\n"
+            'Write transforms separated by commas: "tp(2), zero(2), bf16".'
+        ) from None
+    assert isinstance(body, ast.Call)
+    return compose(*(_read(node, vocabulary, text) for node in body.args))
+
+
+def _read(node: ast.expr, vocabulary: Mapping[str, Any], text: str) -> Any:
+    if isinstance(node, ast.Name):
+        found = _known(node.id, vocabulary, text)
+        if not isinstance(found, Transform):
+            raise ParallaxError(
+                f"the composition {text!r} names {node.id} without arguments.\n\n"
+                f"Write {node.id}(...), for instance {_example(node.id)}."
+            )
+        return found
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        make = _known(node.func.id, vocabulary, text)
+        if isinstance(make, Transform):
+            raise ParallaxError(
+                f"the composition {text!r} calls {node.func.id}, which takes no arguments.\n\n"
+                f"Write {node.func.id}."
+            )
+        if any(isinstance(a, ast.Starred) for a in node.args) or any(
+            k.arg is None for k in node.keywords
+        ):
+            raise _not_literal(node, text)
+        args = [_argument(a, vocabulary, text) for a in node.args]
+        options = {k.arg: _argument(k.value, vocabulary, text) for k in node.keywords if k.arg}
+        try:
+            return make(*args, **options)
+        except TypeError as error:
+            raise ParallaxError(f"the composition {text!r}: {error}.") from None
+    raise _not_literal(node, text)
+
+
+def _argument(node: ast.expr, vocabulary: Mapping[str, Any], text: str) -> Any:
+    if isinstance(node, ast.Call | ast.Name):
+        return _read(node, vocabulary, text)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise _not_literal(node, text) from None
+
+
+def _known(name: str, vocabulary: Mapping[str, Any], text: str) -> Any:
+    if name not in vocabulary:
+        close = difflib.get_close_matches(name, vocabulary, n=1)
+        hint = f"Did you mean {close[0]}? " if close else ""
+        raise ParallaxError(
+            f"the composition {text!r} names {name!r}, which parallax does not know.\n\n"
+            f"{hint}Known: {', '.join(sorted(vocabulary))}."
+        )
+    return vocabulary[name]
+
+
+def _not_literal(node: ast.expr, text: str) -> ParallaxError:
+    return ParallaxError(
+        f"the composition {text!r} holds {ast.unparse(node)!r}, which is no transform.\n\n"
+        "Only calls of transforms with literal arguments are read."
+    )
+
+
+def _example(name: str) -> str:
+    examples = {"tp": "tp(2)", "zero": "zero(2)", "dp": "dp()", "clip": "clip(1.0)"}
+    return examples.get(name, f"{name}(...)")

@@ -1,0 +1,5 @@
+"""Verbs of one training step."""
+
+from parallax.step.transforms import clip
+
+__all__ = ["clip"]

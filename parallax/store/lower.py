@@ -1,0 +1,225 @@
+"""STORE: the only code that calls `fully_shard`.
+
+`fully_shard` may be applied once to a module, and dtype, sharding and residency are its arguments:
+so the transforms of this room are three statements and this one function. Every layout goes through
+it, also one rank and plain replication (a shard axis of size 1), which keeps one code path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from parallax.core.mesh import total
+from parallax.core.patterns import matches
+from parallax.core.phase import Phase
+from parallax.core.plan import Plan
+from parallax.core.rewrite import Draft, Rewrite, Room
+from parallax.errors import ParallaxError, RuleError, StepError
+from parallax.store.batchnorm import synchronise
+from parallax.store.facts import Precision, Sharding
+from parallax.store.units import units_of
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+    model = draft.parts[0]
+    try:
+        units_of(model, plan[Sharding].units)
+    except RuleError as fault:
+        yield fault
+    for pattern in plan[Precision].keep or ():
+        if not _kept(model, (pattern,)):
+            yield RuleError(
+                f"keep={pattern!r} matches no module with parameters of {type(model).__name__}.\n\n"
+                "Name 'norms', a class or a pattern of module names."
+            )
+    if plan[Precision].compute is None:
+        yield from _mixed(model)
+
+
+def _mixed(model: nn.Module) -> Iterable[ParallaxError]:
+    kinds: dict[torch.dtype, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            kinds.setdefault(parameter.dtype, name)
+    if len(kinds) > 1:
+        shown = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in kinds.items())
+        yield RuleError(
+            f"the trainable parameters of {type(model).__name__} have several dtypes ({shown}), and "
+            "one reduction sums one dtype.\n\nAdd bf16 or fp32, which keep float32 masters of all, "
+            "or convert the model to one dtype."
+        )
+
+
+def _build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+    (model,) = draft.parts
+    sharding, precision = plan[Sharding], plan[Precision]
+    loose = [p for p in model.parameters() if p.ndim == 0]  # fully_shard refuses scalars
+    if precision.compute is not None:
+        _to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
+    normalised = synchronise(model, draft.mesh) if plan.size() > 1 else []
+    replicas = plan.size("data_replicate")
+    data = draft.mesh["data_replicate", "data_shard"] if replicas > 1 else draft.mesh["data_shard"]
+    drop = sharding.stage == 3
+    options: dict[str, Any] = {"mesh": data, "ignored_params": set(loose)}
+    units = units_of(model, sharding.units)
+    kept = _kept(model, precision.keep or ())
+    for module in kept.values():
+        compute = DTYPES[precision.compute or "fp32"]
+        wide = torch.float64 if compute == torch.float64 else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=wide, output_dtype=compute)
+        fully_shard(module, reshard_after_forward=drop, mp_policy=policy, **options)
+    inner = _policy(precision, root=False)
+    for name, module in units.items():
+        if name not in kept and _has_parameters(module, loose):
+            fully_shard(module, reshard_after_forward=drop, mp_policy=inner, **options)
+    # None: torch keeps the root's parameters until its backward, which follows at once.
+    fully_shard(
+        model, reshard_after_forward=None if drop else False, mp_policy=_policy(precision, root=True), **options
+    )
+    shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    _drop_after_inference(model, shards)
+    store = Store(shards, loose, draft.mesh, hold=sharding.stage in (None, 1))
+    before = draft.settle
+
+    def settle() -> None:
+        before()
+        store.settle()
+
+    notes = {
+        "units": list(units),
+        "kept": list(kept),
+        "batchnorm": normalised,
+        "loose": len(loose),
+        "store": store,
+    }
+    return draft._replace(sync=store.sync, settle=settle), Room(notes=notes)
+
+
+class Store:
+    """The sharded modules of one model, between steps.
+
+    Args:
+        shards: All modules under `fully_shard`.
+        loose: Parameters it does not take; each data rank holds them whole.
+        mesh: The world's mesh.
+        hold: Keep parameters gathered between the backwards of one accumulation.
+    """
+
+    def __init__(
+        self, shards: list[FSDPModule], loose: list[nn.Parameter], mesh: DeviceMesh, *, hold: bool
+    ) -> None:
+        self._shards = shards
+        self._loose = loose
+        self._mesh = mesh
+        self._hold = hold
+
+    def sync(self, on: bool) -> None:
+        """Whether the next backward reduces gradients."""
+        root = self._shards[0]
+        root.set_requires_gradient_sync(on)
+        root.set_is_last_backward(on)
+        if self._hold:
+            root.set_reshard_after_backward(on)
+
+    def settle(self) -> None:
+        """Put parameters back into shards, and see that every gradient was reduced."""
+        for module in self._shards:
+            module.reshard()
+        self._refuse_unreduced()
+        if self._loose:
+            self._reduce_loose()
+
+    def _refuse_unreduced(self) -> None:
+        # torch keeps an unreduced gradient in a private field, and a step would pass it over in
+        # silence: the sharded parameter's own .grad is None.
+        for module in self._shards:
+            group = module._get_fsdp_state()._fsdp_param_group
+            for held in group.fsdp_params if group else ():
+                if held.unsharded_accumulated_grad is not None:
+                    raise StepError(
+                        f"the gradient of {held._param_fqn} was added up inside no_sync() and never "
+                        "reduced over the data ranks.\n\nRun the last backward of the window outside "
+                        "no_sync(), then step."
+                    )
+
+    @torch.no_grad()
+    def _reduce_loose(self) -> None:
+        """Average loose gradients. Averaging twice changes nothing, so this may run at any time."""
+        ranks = self._mesh["data_replicate"].size() * self._mesh["data_shard"].size()
+        if ranks == 1:
+            return
+        rows = [p for p in self._loose if p.requires_grad]
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in rows]
+        has = [float(p.grad is not None) for p in rows]
+        device = self._loose[0].device
+        sums = total(
+            torch.cat([torch.stack(grads).double(), torch.tensor(has, device=device).double()]),
+            self._mesh,
+        )
+        means, counts = (sums / ranks).chunk(2)
+        for parameter, mean, count in zip(rows, means, counts.tolist(), strict=True):
+            # No rank has a gradient: one process would have none either, and skip the update.
+            parameter.grad = mean.to(parameter.dtype).reshape(()) if count else None
+
+
+def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
+    if precision.compute is None:
+        return MixedPrecisionPolicy()
+    least = "fp64" if precision.compute == "fp64" else "fp32"
+    return MixedPrecisionPolicy(
+        param_dtype=DTYPES[precision.compute],
+        reduce_dtype=DTYPES[precision.reduce or least],
+        output_dtype=DTYPES[precision.outputs or least] if root else None,
+    )
+
+
+def _to_masters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Store trainable parameters in `dtype`. Frozen ones keep theirs: they are never updated."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    found = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        is_norm = "norms" in patterns and "norm" in kind.lower()
+        named = any(p == kind or matches(p, name) for p in patterns)
+        if (is_norm or named) and next(module.parameters(), None) is not None:
+            found[name] = module
+    return found
+
+
+def _has_parameters(module: nn.Module, loose: list[nn.Parameter]) -> bool:
+    skipped = {id(p) for p in loose}
+    return any(id(p) not in skipped for p in module.parameters())
+
+
+def _drop_after_inference(model: nn.Module, shards: list[FSDPModule]) -> None:
+    """Put parameters back into shards after a forward without backward.
+
+    Otherwise torch leaves them gathered until the next backward, and a weight that is loaded or
+    stepped meanwhile would not be seen by the next forward.
+    """
+
+    def reshard(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            for shard in shards:
+                shard.reshard()
+
+    model.register_forward_hook(reshard)
+
+
+STORE = Rewrite("store", Phase.STORE, _build, _check)
+"""Shards, casts and places all parameters."""

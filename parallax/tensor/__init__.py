@@ -1,0 +1,5 @@
+"""Tensor parallelism: linear layers and embeddings cut over the tp axis by rules."""
+
+from parallax.tensor.transforms import tensor_parallel, tp
+
+__all__ = ["tensor_parallel", "tp"]

@@ -1,0 +1,1 @@
+"""The main job: a small language model trained on real text, under any composition."""

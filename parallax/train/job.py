@@ -1,0 +1,317 @@
+"""The main job, as every rank runs it: read text, boost a model, train it, judge it, keep it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import Subset
+
+from parallax import launch, parse
+from parallax.errors import DataError, ParallaxError
+from parallax.train.curve import Curve, draw, require_plotting
+from parallax.train.decoder import Decoder, size
+from parallax.train.progress import Display
+from parallax.train.restart import Checkpoints
+from parallax.train.sample import generate
+from parallax.train.text import Corpus, Windows, corpus, unigram_entropy
+
+if TYPE_CHECKING:
+    from parallax import Boosted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything a run depends on, so that ranks can be handed it whole.
+
+    Args:
+        compose: The composition, as text.
+        size: Name of the model size.
+        steps: Step to train to.
+        batch_size: Samples in a step, over all ranks.
+        seq: Bytes predicted in a sample.
+        lr: Highest learning rate.
+        warmup: Steps until it is reached; then it falls along a cosine to a tenth.
+        weight_decay: Of the matrices; gains have none.
+        seed: Of weights, sample order and generated text.
+        data: File or folder of text; Python's standard library if None.
+        data_limit: Bytes of it to read at most.
+        out: Folder to write to.
+        resume: Whether to continue from the last checkpoint there.
+        save_every: Steps between checkpoints; 0 saves at the end only.
+        eval_windows: Held-out samples to judge by, at most.
+        sample_length: Bytes of text to generate.
+        prompt: What they continue.
+        temperature: What scores are divided by when drawing them.
+    """
+
+    compose: str = "tp(2), zero(2), bf16"
+    size: str = "tiny"
+    steps: int = 200
+    batch_size: int = 32
+    seq: int = 128
+    lr: float = 4e-3
+    warmup: int = 20
+    weight_decay: float = 0.1
+    seed: int = 0
+    data: Path | None = None
+    data_limit: int = 16 << 20
+    out: Path = Path("runs/tiny")
+    resume: bool = False
+    save_every: int = 0
+    eval_windows: int = 256
+    sample_length: int = 300
+    prompt: str = "def "
+    temperature: float = 0.8
+
+
+class Outcome(NamedTuple):
+    """How a run ended; losses in nats per byte."""
+
+    step: int
+    held_out_before: float
+    held_out: float
+    unigram_entropy: float
+    seconds: float
+
+
+def check(job: Job, world: int) -> None:
+    """Finds what would stop a job, before any process starts.
+
+    Args:
+        job: The job.
+        world: How many ranks will run it.
+
+    Raises:
+        ParallaxError: The composition does not fit the ranks, or an option does not fit.
+    """
+    parse(job.compose).plan(world)
+    size(job.size)
+    if not job.prompt:
+        raise ParallaxError(
+            "Generated text was asked for with an empty --prompt; a model needs at least one byte "
+            'to continue.\n\nGive --prompt a character, such as "\\n".'
+        )
+    require_plotting()
+
+
+def next_byte_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    """Summed loss of predicting each byte from those before it, and how many there are."""
+    scores = model(batch[:, :-1])
+    targets = batch[:, 1:].flatten()
+    loss = functional.cross_entropy(scores.flatten(0, 1).float(), targets, reduction="sum")
+    return loss, targets.numel()
+
+
+def learning_rate(step: int, *, warmup: int, steps: int) -> float:
+    """The part of the highest learning rate that is used at a step.
+
+    Args:
+        step: Counted from 0.
+        warmup: Steps of linear rise.
+        steps: Steps in all.
+
+    Returns:
+        A factor: rising to 1, then along a cosine to 0.1.
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    passed = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return 0.55 + 0.45 * math.cos(math.pi * passed)
+
+
+def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices and none on vectors."""
+    kinds = ([], [])
+    for parameter in model.parameters():
+        kinds[parameter.dim() < 2].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": kinds[0], "weight_decay": job.weight_decay},
+            {"params": kinds[1], "weight_decay": 0.0},
+        ],
+        lr=job.lr,
+        betas=(0.9, 0.95),
+        fused=all(parameter.is_cuda for parameter in model.parameters()),
+    )
+
+
+def run(job: Job) -> Outcome:
+    """Runs the job; every rank calls it.
+
+    Args:
+        job: What to do.
+
+    Returns:
+        How it ended. The job's folder then has loss.csv, loss.png, sample.txt, result.json and
+        checkpoints.
+
+    Raises:
+        ParallaxError: The job cannot be done as asked.
+    """
+    begun = time.perf_counter()
+    info = launch()
+    check(job, info.world)
+    first = info.rank == 0
+    device = torch.device(info.device)
+    out = Console(quiet=not first, highlight=False, soft_wrap=True)
+
+    text = corpus(job.data, limit=job.data_limit)
+    train, held_out = _windows(text, job)
+    entropy = unigram_entropy(text.held_out)
+    out.print(
+        f"text: {text.source}, {text.files} files, {len(text.train):,} bytes to train on and "
+        f"{len(text.held_out):,} held out"
+    )
+
+    torch.manual_seed(job.seed)
+    with device:
+        model = Decoder(size(job.size))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    transform = parse(job.compose)
+    boosted = transform(model, adamw(model, job))
+    out.print(f"model: {job.size}, {parameters:,} parameters; {transform!r} on {info.world} ranks")
+
+    checkpoints = Checkpoints(job.out, _identity(job, text))
+    start = _resume(boosted, checkpoints, job) if job.resume else 0
+    if first:
+        job.out.mkdir(parents=True, exist_ok=True)
+    if not job.resume:
+        checkpoints.forget()
+
+    before = evaluate(boosted, held_out, job)
+    out.print(f"held-out loss before: {before:.4f} nats per byte")
+    curve = Curve(job.out / "loss.csv" if first else None, start=start)
+    _train(boosted, train, curve, checkpoints, job, start=start, device=device, silent=not first)
+    after = evaluate(boosted, held_out, job)
+
+    sample = generate(
+        boosted.model,
+        job.prompt,
+        length=job.sample_length,
+        window=job.seq,
+        device=device,
+        temperature=job.temperature,
+        seed=job.seed,
+    )
+    result = Outcome(job.steps, before, after, entropy, time.perf_counter() - begun)
+    if first:
+        draw(
+            curve, job.out / "loss.png", held_out={start: before, job.steps: after}, entropy=entropy
+        )
+        (job.out / "sample.txt").write_text(sample, encoding="utf-8")
+        (job.out / "result.json").write_text(json.dumps(result._asdict(), indent=2) + "\n")
+    out.print(f"\n{sample}\n", markup=False)
+    out.print(
+        f"held-out loss: {after:.4f} nats per byte\n"
+        f"unigram entropy of the held-out text: {entropy:.4f} nats per byte\n"
+        f"{result.seconds:.0f} s; loss.png, loss.csv, sample.txt and checkpoints are in {job.out}"
+    )
+    return result
+
+
+def evaluate(boosted: Boosted, held_out: Subset[Tensor], job: Job) -> float:
+    """The mean loss over the held-out windows, the same on every rank."""
+    loader = boosted.loader(
+        held_out, batch_size=job.batch_size, shuffle=False, seed=job.seed, drop_last=False
+    )
+    total, left = 0.0, len(held_out)
+    for batch in loader:
+        count = min(job.batch_size, left)
+        total += count * boosted.eval_step(next_byte_loss, batch).item()
+        left -= count
+    return total / len(held_out)
+
+
+def _train(
+    boosted: Boosted,
+    windows: Windows,
+    curve: Curve,
+    checkpoints: Checkpoints,
+    job: Job,
+    *,
+    start: int,
+    device: torch.device,
+    silent: bool,
+) -> None:
+    scheduler = _schedule(boosted.optimizer, job, start)
+    loader = boosted.loader(
+        windows, batch_size=job.batch_size, shuffle=True, seed=job.seed, drop_last=True
+    )
+    batches = itertools.islice(_epochs(loader), start, job.steps)
+    with Display(job.steps, start=start, device=device, silent=silent) as display:
+        for step, batch in enumerate(batches, start + 1):
+            rate = scheduler.get_last_lr()[0]
+            loss = boosted.train_step(next_byte_loss, batch.to(device, non_blocking=True))
+            scheduler.step()
+            curve.add(step, loss, rate, step * job.batch_size * job.seq)
+            if step % display.every == 0 or step == job.steps:
+                curve.flush()
+                display.show(step, curve.points[-1].loss, (step - start) * job.batch_size * job.seq)
+            if step == job.steps or (job.save_every and step % job.save_every == 0):
+                curve.flush()
+                checkpoints.save(boosted, step)
+
+
+def _schedule(optimizer: torch.optim.Optimizer, job: Job, start: int) -> LambdaLR:
+    for group in optimizer.param_groups:
+        # Anew from the job, and not from a checkpoint, which holds the rate of its last step.
+        group["lr"] = group["initial_lr"] = job.lr
+    return LambdaLR(
+        optimizer,
+        lambda step: learning_rate(step, warmup=job.warmup, steps=job.steps),
+        last_epoch=start - 1,
+    )
+
+
+def _epochs(loader: Iterable[Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield from loader
+
+
+def _windows(text: Corpus, job: Job) -> tuple[Windows, Subset[Tensor]]:
+    """All windows to train on, and evenly spread ones to judge by."""
+    train = Windows(text.train, job.seq, name="training text")
+    if len(train) < job.batch_size:
+        raise DataError(
+            f"A batch of {job.batch_size} samples of {job.seq} bytes was asked for; the training "
+            f"text has {len(text.train)} bytes, which are {len(train)} samples.\n\n"
+            f"Give more text, or a --batch-size of at most {len(train)}."
+        )
+    held_out = Windows(text.held_out, job.seq, name="held-out text")
+    count = min(job.eval_windows, len(held_out))
+    return train, Subset(held_out, [i * len(held_out) // count for i in range(count)])
+
+
+def _identity(job: Job, text: Corpus) -> dict[str, object]:
+    digest = hashlib.blake2b(text.train.numpy().tobytes(), digest_size=16).hexdigest()
+    return {
+        "size": job.size,
+        "batch_size": job.batch_size,
+        "seq": job.seq,
+        "seed": job.seed,
+        "text": digest,
+    }
+
+
+def _resume(boosted: Boosted, checkpoints: Checkpoints, job: Job) -> int:
+    folder, step = checkpoints.latest()
+    if step >= job.steps:
+        raise ParallaxError(
+            f"Training to step {job.steps} was asked for; the last checkpoint, {str(folder)!r}, is "
+            f"at step {step}.\n\nGive --steps more than {step}, or leave out --resume."
+        )
+    boosted.load_(folder)
+    return step

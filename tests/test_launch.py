@@ -308,6 +308,20 @@ except LaunchError as error:
     )
 
 
+@pytest.mark.gpu
+def test_a_world_of_one_on_a_gpu_speaks_nccl_and_gloo() -> None:
+    text = """
+import torch, torch.distributed as dist
+from parallax.launch import launch
+here = launch()
+assert launch() == here
+for device in ("cpu", here.device):
+    x = torch.ones(2, device=device); dist.all_reduce(x); assert x.tolist() == [1, 1]
+print(here.device, dist.get_backend_config())
+"""
+    assert script(text) == "cuda:0 cpu:gloo,cuda:nccl\n"
+
+
 def test_importing_starts_nothing() -> None:
     text = "import torch.distributed as d, parallax.launch; print(d.is_initialized())"
     assert script(text) == "False\n"

@@ -50,12 +50,7 @@ class Plan:
             product *= sizes[axis]
         return product
 
-    def ordered(rewrites: Iterable[Rewrite]) -> tuple[Rewrite, ...]:
-    """Each rewrite once, by phase; by name within a phase, where any order would do."""
-    return tuple(sorted(set(rewrites), key=lambda r: (r.phase, r.name)))
-
-
-def said_by(self, kind: type[Fact], name: str) -> str:
+    def said_by(self, kind: type[Fact], name: str) -> str:
         """Who stated a field, in the user's spelling; the field's own name when nobody did."""
         return said_by(self.claims, kind, name)
 

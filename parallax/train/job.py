@@ -95,16 +95,12 @@ def check(job: Job, world: int) -> None:
         world: How many ranks will run it.
 
     Raises:
-        ParallaxError: The composition does not fit the ranks, or an option does not fit.
+        ParallaxError: The composition does not fit the ranks, an option is not as it has to be,
+            or there is too little text.
     """
     parse(job.compose).plan(world)
-    size(job.size)
-    if not job.prompt:
-        raise ParallaxError(
-            "Generated text was asked for with an empty --prompt; a model needs at least one byte "
-            'to continue.\n\nGive --prompt a character, such as "\\n".'
-        )
-    require_plotting()
+    _check_options(job)
+    _windows(corpus(job.data, limit=job.data_limit), job)
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -134,17 +130,21 @@ def learning_rate(step: int, *, warmup: int, steps: int) -> float:
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices and none on vectors."""
-    kinds = ([], [])
-    for parameter in model.parameters():
-        kinds[parameter.dim() < 2].append(parameter)
+    parameters = list(model.parameters())
     return torch.optim.AdamW(
         [
-            {"params": kinds[0], "weight_decay": job.weight_decay},
-            {"params": kinds[1], "weight_decay": 0.0},
+            {
+                "params": [parameter for parameter in parameters if parameter.dim() > 1],
+                "weight_decay": job.weight_decay,
+            },
+            {
+                "params": [parameter for parameter in parameters if parameter.dim() < 2],
+                "weight_decay": 0.0,
+            },
         ],
         lr=job.lr,
         betas=(0.9, 0.95),
-        fused=all(parameter.is_cuda for parameter in model.parameters()),
+        fused=all(parameter.is_cuda for parameter in parameters),
     )
 
 
@@ -163,7 +163,7 @@ def run(job: Job) -> Outcome:
     """
     begun = time.perf_counter()
     info = launch()
-    check(job, info.world)
+    _check_options(job)
     first = info.rank == 0
     device = torch.device(info.device)
     out = Console(quiet=not first, highlight=False, soft_wrap=True)
@@ -250,7 +250,9 @@ def _train(
     loader = boosted.loader(
         windows, batch_size=job.batch_size, shuffle=True, seed=job.seed, drop_last=True
     )
-    batches = itertools.islice(_epochs(loader), start, job.steps)
+    epoch, skip = divmod(start, len(loader))
+    loader.batch_sampler.set_epoch(epoch, skip=skip)
+    batches = itertools.islice(_epochs(loader), job.steps - start)
     with Display(job.steps, start=start, device=device, silent=silent) as display:
         for step, batch in enumerate(batches, start + 1):
             rate = scheduler.get_last_lr()[0]
@@ -263,6 +265,16 @@ def _train(
             if step == job.steps or (job.save_every and step % job.save_every == 0):
                 curve.flush()
                 checkpoints.save(boosted, step)
+
+
+def _check_options(job: Job) -> None:
+    size(job.size)
+    if not job.prompt:
+        raise ParallaxError(
+            "Generated text was asked for with an empty --prompt; a model needs at least one byte "
+            "to continue.\n\nGive --prompt some text."
+        )
+    require_plotting()
 
 
 def _schedule(optimizer: torch.optim.Optimizer, job: Job, start: int) -> LambdaLR:

@@ -325,3 +325,21 @@ def test_the_pool_is_shared_and_a_world_needs_a_rank() -> None:
     assert pool(3).pids == ()
     with pytest.raises(ValueError, match=r"world\(0\) was asked for"):
         world(0)
+
+
+@pytest.mark.gpu
+def test_ranks_on_gpus_speak_nccl_and_send_results_home() -> None:
+    size = torch.cuda.device_count()
+
+    def total() -> tuple[torch.Tensor, torch.nn.Parameter, str]:
+        x = torch.ones(2, device="cuda") * dist.get_rank()
+        dist.all_reduce(x)
+        return x, torch.nn.Parameter(x.clone()), dist.get_backend_config()
+
+    with world(size) as w:
+        results = w.run(total)
+    for x, parameter, backend in results:
+        assert x.device.type == parameter.device.type == "cpu"
+        assert torch.equal(x, torch.full((2,), size * (size - 1) / 2))
+        assert isinstance(parameter, torch.nn.Parameter)
+        assert backend == "cpu:gloo,cuda:nccl"

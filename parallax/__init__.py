@@ -1,7 +1,8 @@
 """parallax: composable functional transforms for distributed PyTorch training."""
 
+from typing import TYPE_CHECKING, Any
+
 # the algebra
-from parallax.core.boosted import Boosted
 from parallax.core.fact import Claim, Fact
 from parallax.core.phase import Phase
 from parallax.core.plan import Plan
@@ -31,6 +32,19 @@ from parallax.parse import parse
 from parallax.step import clip
 from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
 from parallax.tensor import tensor_parallel, tp
+
+if TYPE_CHECKING:
+    from parallax.core.boosted import Boosted
+
+
+def __getattr__(name: str) -> Any:
+    # Boosted needs DTensor, whose import costs half as much as torch's: see parallax.core.late.
+    if name == "Boosted":
+        from parallax.core.boosted import Boosted
+
+        return Boosted
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __version__ = "0.1.0"
 

@@ -63,6 +63,7 @@ def launch(
             not there, or the running process group has another backend.
 
     Example:
+        >>> from parallax.launch import launch
         >>> here = launch(seed=0)  # doctest: +SKIP
         >>> here.rank, here.world  # doctest: +SKIP
         (0, 1)

@@ -58,9 +58,10 @@ def private_attributes(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 chain.append(below.attr)
                 below = below.value
             full = names.get(below.id, "") if isinstance(below, ast.Name) else ""
+            parts = [*full.split("."), *reversed(chain)]
             # Classes are no modules: what is private to an instance or a class is ruff's concern.
-            if full.startswith("torch") and full.rpartition(".")[2].islower():
-                yield node.lineno, ".".join([full, *reversed(chain)])
+            if parts[0] == "torch" and all(part.islower() for part in parts[:-1]):
+                yield node.lineno, ".".join(parts)
 
 
 def is_private(module: str) -> bool:

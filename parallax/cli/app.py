@@ -38,8 +38,8 @@ def _plainly(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
-for command in (train, plan):
-    app.command()(_plainly(command))
+app.command()(_plainly(train))
+app.command()(_plainly(plan))
 
 
 def main() -> None:

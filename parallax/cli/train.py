@@ -12,7 +12,8 @@ import typer
 from parallax.cli.ranks import RankError, start
 from parallax.launch import surroundings
 from parallax.train.decoder import SIZES
-from parallax.train.job import Job, check, run
+from parallax.train.job import check, run
+from parallax.train.options import Job
 
 _DEFAULT = Job()
 

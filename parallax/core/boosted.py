@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallax.core.mesh import device_of, rank_on
+from parallax.core.collect import collect
+from parallax.core.late import Late
+from parallax.core.mesh import rank_on
 from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
-from parallax.core.slices import boxes, local
+from parallax.core.slices import local
 from parallax.core.step import read_loss, rows_of, tensor_rows, weigh
 from parallax.errors import CheckpointError, DataError, StepError
 
@@ -27,6 +27,13 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 Kind = Literal["params", "buffers", "moments", "rooms", "step"]
+
+# Verbs of the pair that rooms carry out. The pair knows their addresses and nothing else of them, as a
+# transform knows its rewrites': core imports no room.
+LOADER = Late("parallax.data:loader")
+SAVE = Late("parallax.checkpoint:save")
+LOAD_ = Late("parallax.checkpoint:load_")
+
 KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
 
 
@@ -225,9 +232,7 @@ class Boosted:
         **options: Any,
     ) -> DataLoader[Any]:
         """A loader that yields this rank's part of each global batch; see `parallax.data.loader`."""
-        from parallax.data import loader  # the façade is the one place that looks up into rooms
-
-        return loader(
+        return LOADER(
             self.mesh,
             dataset,
             batch_size=batch_size,
@@ -264,10 +269,7 @@ class Boosted:
         Cost:
             One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
         """
-        tree = {kind: self.leaves(kind) for kind in KINDS}
-        device = device_of(self.mesh)
-        whole = optree.tree_map(lambda leaf: _collect(leaf, device), tree, none_is_leaf=True)
-        return whole if dist.get_rank() == 0 else None
+        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh)
 
     def load_(self, source: Boosted | str | os.PathLike[str]) -> None:
         """Write a snapshot, or a checkpoint directory, back into this pair, in place.
@@ -277,9 +279,7 @@ class Boosted:
         """
         self._live("load_")
         if not isinstance(source, Boosted):
-            from parallax.checkpoint import load_  # the façade looks up into rooms
-
-            load_(self, source)
+            LOAD_(self, source)
             return
         if source.plan != self.plan:
             raise CheckpointError(
@@ -292,9 +292,7 @@ class Boosted:
         """Write the whole training state; every rank writes its own part. See
         `parallax.checkpoint.save`."""
         self._live("save")
-        from parallax.checkpoint import save  # the façade looks up into rooms
-
-        save(self, directory)
+        SAVE(self, directory)
 
     @torch.no_grad()
     def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:
@@ -365,32 +363,6 @@ def cut(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     each, more = divmod(rows, ranks)
     start = rank * each + min(rank, more)
     return start, start + each + (rank < more)
-
-
-@torch.no_grad()
-def _collect(leaf: Any, device: torch.device) -> Any:
-    """A whole leaf on rank 0's CPU, sent there part by part."""
-    rank = dist.get_rank()
-    if not isinstance(leaf, DTensor):
-        return leaf.detach().cpu().clone() if isinstance(leaf, Tensor) and rank == 0 else leaf
-    parts = boxes(leaf)
-    if 0 not in parts:
-        return None  # rank 0 has its own copy: this rank stands elsewhere on a replicated axis
-    mine = leaf.to_local()
-    if rank != 0:
-        if rank in parts and not parts[rank].empty:
-            dist.send(mine.contiguous().to(device), dst=0)
-        return None
-    whole = torch.empty(leaf.shape, dtype=leaf.dtype)
-    for source, block in parts.items():
-        if block.empty:
-            continue
-        part = mine
-        if source != 0:
-            part = torch.empty(block.lengths, dtype=leaf.dtype, device=device)
-            dist.recv(part, src=source)
-        whole[block.index] = part.cpu()
-    return whole
 
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:

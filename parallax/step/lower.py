@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from parallax.core.axes import AXES
-from parallax.core.phase import Phase
 from parallax.core.plan import Plan
-from parallax.core.rewrite import Draft, Rewrite, Room
+from parallax.core.rewrite import Draft, Room
 from parallax.core.slices import held_once, local
 from parallax.step.facts import Clipping
 
 
-def _build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+    """Carry out what the plan says; see `CLIP`."""
     max_norm = plan[Clipping].max_norm
     assert max_norm is not None, "CLIP is named by clip(max_norm) alone"
     parameters = list(draft.names.parameters_of(*draft.parts).values())
@@ -47,7 +47,3 @@ def global_norm(parts: list[Tensor], device_type: str) -> Tensor:
     if dist.get_world_size() > 1:
         dist.all_reduce(square)
     return square.sqrt()
-
-
-CLIP = Rewrite("clip", Phase.CLIP, _build)
-"""Bounds the global gradient norm before the optimizer's step."""

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from parallax.core.late import Late
+from parallax.core.phase import Phase
+from parallax.core.rewrite import Rewrite
 from parallax.core.spell import spell
 from parallax.core.transform import Transform, state
 from parallax.step.facts import Clipping
-from parallax.step.lower import CLIP
+
+CLIP = Rewrite(
+    "clip",
+    Phase.CLIP,
+    Late("parallax.step.lower:build"),
+)
+"""Bounds the global gradient norm before the optimizer's step."""
 
 
 def clip(max_norm: float) -> Transform:

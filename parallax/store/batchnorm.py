@@ -13,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from parallax.core.mesh import total
+
+
+KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class _SumOverData(Function):
@@ -39,14 +42,14 @@ def synchronise(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     """
     found = []
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm):
+        if isinstance(module, KINDS):
             module.forward = types.MethodType(_forward_over(mesh), module)
             found.append(name)
     return found
 
 
 def _forward_over(mesh: DeviceMesh):
-    def forward(self: _BatchNorm, input: Tensor) -> Tensor:
+    def forward(self: BatchNorm, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         use_batch = self.training or self.running_mean is None
         if not use_batch:
@@ -73,7 +76,7 @@ def _forward_over(mesh: DeviceMesh):
 
 
 @torch.no_grad()
-def _track(module: _BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
+def _track(module: BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
     assert module.running_mean is not None and module.running_var is not None
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)

@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from parallax.core.mesh import total
 from parallax.core.patterns import matches
-from parallax.core.phase import Phase
 from parallax.core.plan import Plan
-from parallax.core.rewrite import Draft, Rewrite, Room
+from parallax.core.rewrite import Draft, Room
 from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.facts import Precision, Sharding
@@ -30,7 +29,8 @@ from parallax.store.units import units_of
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
-def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+    """What in the model does not fit the plan."""
     model = draft.parts[0]
     try:
         units_of(model, plan[Sharding].units)
@@ -60,7 +60,8 @@ def _mixed(model: nn.Module) -> Iterable[ParallaxError]:
         )
 
 
-def _build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+    """Carry out what the plan says; see `STORE`."""
     (model,) = draft.parts
     sharding, precision = plan[Sharding], plan[Precision]
     loose = [p for p in model.parameters() if p.ndim == 0]  # fully_shard refuses scalars
@@ -219,7 +220,3 @@ def _drop_after_inference(model: nn.Module, shards: list[FSDPModule]) -> None:
                 shard.reshard()
 
     model.register_forward_hook(reshard)
-
-
-STORE = Rewrite("store", Phase.STORE, _build, _check)
-"""Shards, casts and places all parameters."""

@@ -7,10 +7,20 @@ from typing import get_args
 from torch import nn
 
 from parallax.core.axes import Axes, Fill
+from parallax.core.late import Late
+from parallax.core.phase import Phase
+from parallax.core.rewrite import Rewrite
 from parallax.core.spell import degree_fault, one_of, spell
 from parallax.core.transform import Transform, state
 from parallax.store.facts import Dtype, Precision, Sharding, Stage
-from parallax.store.lower import STORE
+
+STORE = Rewrite(
+    "store",
+    Phase.STORE,
+    Late("parallax.store.lower:build"),
+    Late("parallax.store.lower:check"),
+)
+"""Shards, casts and places all parameters."""
 
 DTYPE_NAMES: tuple[str, ...] = get_args(Dtype)
 

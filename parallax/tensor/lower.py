@@ -18,16 +18,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallax.core.axes import Axes
-from parallax.core.phase import Phase
 from parallax.core.plan import Plan
-from parallax.core.rewrite import Draft, LossFn, Rewrite, Room
+from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.errors import ParallaxError
 from parallax.tensor.audit import Audit
 from parallax.tensor.facts import Cutting
 from parallax.tensor.rules import resolve, size_faults
 
 
-def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
+    """What in the model does not fit the plan."""
     (model,) = draft.parts
     found, faults = resolve(model, plan[Cutting].rules, draft.names)
     yield from faults
@@ -36,7 +36,8 @@ def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
         yield from size_faults(model, found, plan.size("tp"), by)
 
 
-def _build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
+    """Carry out what the plan says; see `TENSOR`."""
     (model,) = draft.parts
     cutting, mesh = plan[Cutting], draft.mesh["tp"]
     found, _ = resolve(model, cutting.rules, draft.names)
@@ -118,7 +119,3 @@ def _sum_partial(model: nn.Module) -> None:
             and grad.placements != parameter.placements
         ):
             parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-TENSOR = Rewrite("tensor", Phase.TENSOR, _build, _check)
-"""Cuts modules over the tp axis."""

@@ -5,10 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from parallax.core.axes import Axes
+from parallax.core.late import Late
+from parallax.core.phase import Phase
+from parallax.core.rewrite import Rewrite
 from parallax.core.spell import degree_fault, spell
 from parallax.core.transform import Transform, state
 from parallax.tensor.facts import Cutting
-from parallax.tensor.lower import TENSOR
+
+TENSOR = Rewrite(
+    "tensor",
+    Phase.TENSOR,
+    Late("parallax.tensor.lower:build"),
+    Late("parallax.tensor.lower:check"),
+)
+"""Cuts modules over the tp axis."""
 
 
 def tp(

@@ -62,11 +62,6 @@ def main(
         meeting: A file in a directory of its own, which the ranks find each other through.
         backend: Backend of the process group.
         timeout: How long a collective may wait, in seconds.
-
-    Example:
-        >>> main(  # doctest: +SKIP
-        ...     fd=5, parent=1, rank=0, size=1, meeting="x/meeting", backend="gloo", timeout=60
-        ... )
     """
     # Ctrl-C reaches the whole foreground group; the world's process alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -84,8 +84,9 @@ class World:
             pickle.PicklingError: The call cannot be sent to the ranks.
 
         Example:
-            >>> with world(2) as w:  # doctest: +SKIP
-            ...     w.run(lambda: torch.distributed.get_rank())
+            >>> two = world(2, backend="gloo")
+            >>> with two:  # doctest: +SKIP
+            ...     two.run(lambda: torch.distributed.get_rank())
             [0, 1]
         """
         call = pack_call(fn, args, kwargs)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -16,65 +14,22 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Subset
 
 from parallax import launch, parse
+from parallax.data.loader import GlobalBatches
 from parallax.errors import DataError, ParallaxError
 from parallax.train.curve import Curve, draw, require_plotting
 from parallax.train.decoder import Decoder, size
+from parallax.train.options import Job
 from parallax.train.progress import Display
+from parallax.train.recipe import adamw, schedule
 from parallax.train.restart import Checkpoints
 from parallax.train.sample import generate
 from parallax.train.text import Corpus, Windows, corpus, unigram_entropy
 
 if TYPE_CHECKING:
     from parallax import Boosted
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """Everything a run depends on, so that ranks can be handed it whole.
-
-    Args:
-        compose: The composition, as text.
-        size: Name of the model size.
-        steps: Step to train to.
-        batch_size: Samples in a step, over all ranks.
-        seq: Bytes predicted in a sample.
-        lr: Highest learning rate.
-        warmup: Steps until it is reached; then it falls along a cosine to a tenth.
-        weight_decay: Of the matrices; gains have none.
-        seed: Of weights, sample order and generated text.
-        data: File or folder of text; Python's standard library if None.
-        data_limit: Bytes of it to read at most.
-        out: Folder to write to.
-        resume: Whether to continue from the last checkpoint there.
-        save_every: Steps between checkpoints; 0 saves at the end only.
-        eval_windows: Held-out samples to judge by, at most.
-        sample_length: Bytes of text to generate.
-        prompt: What they continue.
-        temperature: What scores are divided by when drawing them.
-    """
-
-    compose: str = "tp(2), zero(2), bf16"
-    size: str = "tiny"
-    steps: int = 200
-    batch_size: int = 32
-    seq: int = 128
-    lr: float = 4e-3
-    warmup: int = 20
-    weight_decay: float = 0.1
-    seed: int = 0
-    data: Path | None = None
-    data_limit: int = 16 << 20
-    out: Path = Path("runs/tiny")
-    resume: bool = False
-    save_every: int = 0
-    eval_windows: int = 256
-    sample_length: int = 300
-    prompt: str = "def "
-    temperature: float = 0.8
 
 
 class Outcome(NamedTuple):
@@ -96,11 +51,14 @@ def check(job: Job, world: int) -> None:
 
     Raises:
         ParallaxError: The composition does not fit the ranks, an option is not as it has to be,
-            or there is too little text.
+            there is too little text, or no checkpoint to resume from.
     """
     parse(job.compose).plan(world)
     _check_options(job)
-    _windows(corpus(job.data, limit=job.data_limit), job)
+    text = corpus(job.data, limit=job.data_limit)
+    _windows(text, job)
+    if job.resume:
+        _last(Checkpoints(job.out, _identity(job, text)), job)
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -109,43 +67,6 @@ def next_byte_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     targets = batch[:, 1:].flatten()
     loss = functional.cross_entropy(scores.flatten(0, 1).float(), targets, reduction="sum")
     return loss, targets.numel()
-
-
-def learning_rate(step: int, *, warmup: int, steps: int) -> float:
-    """The part of the highest learning rate that is used at a step.
-
-    Args:
-        step: Counted from 0.
-        warmup: Steps of linear rise.
-        steps: Steps in all.
-
-    Returns:
-        A factor: rising to 1, then along a cosine to 0.1.
-    """
-    if step < warmup:
-        return (step + 1) / warmup
-    passed = min((step - warmup) / max(steps - warmup, 1), 1.0)
-    return 0.55 + 0.45 * math.cos(math.pi * passed)
-
-
-def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices and none on vectors."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {
-                "params": [parameter for parameter in parameters if parameter.dim() > 1],
-                "weight_decay": job.weight_decay,
-            },
-            {
-                "params": [parameter for parameter in parameters if parameter.dim() < 2],
-                "weight_decay": 0.0,
-            },
-        ],
-        lr=job.lr,
-        betas=(0.9, 0.95),
-        fused=all(parameter.is_cuda for parameter in parameters),
-    )
 
 
 def run(job: Job) -> Outcome:
@@ -185,11 +106,14 @@ def run(job: Job) -> Outcome:
     out.print(f"model: {job.size}, {parameters:,} parameters; {transform!r} on {info.world} ranks")
 
     checkpoints = Checkpoints(job.out, _identity(job, text))
-    start = _resume(boosted, checkpoints, job) if job.resume else 0
+    start = 0
+    if job.resume:
+        folder, start = _last(checkpoints, job)
+        boosted.load_(folder)
+    else:
+        checkpoints.forget()
     if first:
         job.out.mkdir(parents=True, exist_ok=True)
-    if not job.resume:
-        checkpoints.forget()
 
     before = evaluate(boosted, held_out, job)
     out.print(f"held-out loss before: {before:.4f} nats per byte")
@@ -246,16 +170,18 @@ def _train(
     device: torch.device,
     silent: bool,
 ) -> None:
-    scheduler = _schedule(boosted.optimizer, job, start)
+    assert boosted.optimizer is not None
+    scheduler = schedule(boosted.optimizer, job, start)
     loader = boosted.loader(
         windows, batch_size=job.batch_size, shuffle=True, seed=job.seed, drop_last=True
     )
     epoch, skip = divmod(start, len(loader))
+    assert isinstance(loader.batch_sampler, GlobalBatches)
     loader.batch_sampler.set_epoch(epoch, skip=skip)
     batches = itertools.islice(_epochs(loader), job.steps - start)
     with Display(job.steps, start=start, device=device, silent=silent) as display:
         for step, batch in enumerate(batches, start + 1):
-            rate = scheduler.get_last_lr()[0]
+            rate = float(scheduler.get_last_lr()[0])
             loss = boosted.train_step(next_byte_loss, batch.to(device, non_blocking=True))
             scheduler.step()
             curve.add(step, loss, rate, step * job.batch_size * job.seq)
@@ -275,17 +201,6 @@ def _check_options(job: Job) -> None:
             "to continue.\n\nGive --prompt some text."
         )
     require_plotting()
-
-
-def _schedule(optimizer: torch.optim.Optimizer, job: Job, start: int) -> LambdaLR:
-    for group in optimizer.param_groups:
-        # Anew from the job, and not from a checkpoint, which holds the rate of its last step.
-        group["lr"] = group["initial_lr"] = job.lr
-    return LambdaLR(
-        optimizer,
-        lambda step: learning_rate(step, warmup=job.warmup, steps=job.steps),
-        last_epoch=start - 1,
-    )
 
 
 def _epochs(loader: Iterable[Tensor]) -> Iterator[Tensor]:
@@ -318,12 +233,12 @@ def _identity(job: Job, text: Corpus) -> dict[str, object]:
     }
 
 
-def _resume(boosted: Boosted, checkpoints: Checkpoints, job: Job) -> int:
+def _last(checkpoints: Checkpoints, job: Job) -> tuple[Path, int]:
+    """The checkpoint to continue from, and its step."""
     folder, step = checkpoints.latest()
     if step >= job.steps:
         raise ParallaxError(
             f"Training to step {job.steps} was asked for; the last checkpoint, {str(folder)!r}, is "
             f"at step {step}.\n\nGive --steps more than {step}, or leave out --resume."
         )
-    boosted.load_(folder)
-    return step
+    return folder, step

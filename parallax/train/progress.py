@@ -52,7 +52,7 @@ class Display:
         self.silent = silent
         self._bar: Progress | None = None
         if self.console.is_terminal and not silent:
-            self._bar = Progress(
+            bar = Progress(
                 TextColumn("training"),
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -60,7 +60,8 @@ class Display:
                 TimeRemainingColumn(),
                 console=self.console,
             )
-            self._task = self._bar.add_task("", total=steps, completed=start, line="")
+            self._bar = bar
+            self._task = bar.add_task("", total=steps, completed=start, line="")
         self._begun = time.perf_counter()
 
     @property

@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import parallax
+from parallax.cli import app
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -70,8 +72,8 @@ def test_a_run_writes_its_files_and_a_resumed_one_goes_on_as_if_undisturbed(tmp_
     again = json.loads((resumed / "result.json").read_text())
     assert again["held_out"] == result["held_out"]
 
-    done = train(*options, "--out", resumed, "--resume")
-    assert done.returncode == 1
+    done = CliRunner().invoke(app, ["train", *map(str, options), "--out", str(resumed), "--resume"])
+    assert done.exit_code == 1
     folder = str(resumed / "checkpoints" / "step-000008")
     assert done.stderr == (
         f"ParallaxError: Training to step 8 was asked for; the last checkpoint, {folder!r}, is at "

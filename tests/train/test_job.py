@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import Subset
 
 from parallax.errors import DataError, ParallaxError
-from parallax.train.decoder import Decoder, Size
-from parallax.train.job import Job, adamw, check, evaluate, learning_rate, next_byte_loss
+from parallax.train.job import check, evaluate, next_byte_loss
+from parallax.train.options import Job
 from parallax.train.text import Windows
 
 
@@ -23,26 +23,6 @@ def test_the_loss_is_a_sum_with_its_count():
     loss, count = next_byte_loss(Uniform(), torch.randint(256, (3, 11)))
     assert count == 30
     assert loss.item() == pytest.approx(30 * math.log(256))
-
-
-def test_the_learning_rate_rises_then_falls_to_a_tenth():
-    rates = [learning_rate(step, warmup=4, steps=20) for step in range(21)]
-    assert rates[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert rates[4:] == sorted(rates[4:], reverse=True)
-    assert rates[-1] == pytest.approx(0.1)
-    assert learning_rate(0, warmup=0, steps=1) == 1.0
-
-
-def test_only_matrices_decay():
-    model = Decoder(Size(dim=16, layers=1, heads=2, kv_heads=1, hidden=16))
-    optimizer = adamw(model, Job(weight_decay=0.3))
-    decays = {
-        id(parameter): group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    for name, parameter in model.named_parameters():
-        assert decays[id(parameter)] == (0.0 if "norm" in name else 0.3), name
 
 
 def test_held_out_loss_is_a_mean_over_windows_of_an_uneven_number_of_batches():

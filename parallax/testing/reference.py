@@ -1,0 +1,139 @@
+"""The reference: one process, plain torch, the whole batch, float64; and how far it may be off.
+
+How far two correct runs may differ is measured rather than guessed. A run in arithmetic of unit
+roundoff u is, backward-error-wise, an exact run with slightly other weights: each inner product of
+length n is exact for weights changed by a relative amount of at most lambda * sqrt(n) * u, with
+probability at least 1 - 2 exp(-lambda^2 / 2) (Higham and Mary, "A new approach to probabilistic
+rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). So the reference is run again a few times
+with its weights changed by random amounts of that size in every forward, and its gradients by as much
+of the largest gradient (where a gradient is zero by cancellation, rounding leaves that much). How far
+losses, gradients and weights then move is what rounding may do to this model, with this depth, this
+optimizer and these steps (Parker, "Monte Carlo arithmetic", 1997).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor, nn
+
+from parallax.core.names import Names
+from parallax.core.plan import Plan
+from parallax.core.step import read_loss
+from parallax.step.facts import Clipping
+from parallax.testing.record import Named, Record, flat_moments
+from parallax.testing.setting import Setting, quiet
+
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8}
+LAMBDA = 4.0  # an inner product stays within its bound with probability 1 - 2 exp(-8) = 0.9993
+
+
+def roundoff(setting: Setting, plan: Plan, model: nn.Module) -> float:
+    """Relative change of a weight that stands for the rounding of one layer.
+
+    Small compute dtypes round each product's operands and result; sums are kept in float32, so their
+    length counts with float32's roundoff.
+    """
+    from parallax.store.facts import Precision
+
+    length = max(
+        [max(p.shape, default=1) for p in model.parameters()]
+        + [leaf.numel() for leaf in optree.tree_leaves(setting.batch(0)) if isinstance(leaf, Tensor)]
+    )
+    wide = "fp64" if setting.dtype == "fp64" else "fp32"
+    unit = math.sqrt(length) * UNIT_ROUNDOFF[wide]
+    compute = plan[Precision].compute
+    if setting.dtype == "native" and compute == "bf16":
+        unit += UNIT_ROUNDOFF["bf16"]
+    return LAMBDA * unit
+
+
+def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: int = 0) -> Record:
+    """Train in this process and write down what happened.
+
+    Args:
+        setting: What to train.
+        plan: Read for what changes the meaning of a step, such as clipping; its layout is ignored.
+        steps: Number of steps.
+        noise: Relative size of random changes to weights and gradients; 0 for the reference.
+        draw: Which random changes.
+    """
+    model = setting.model().to(torch.float64)
+    optimizer = setting.optimizer_fn(model) if setting.optimizer_fn else None
+    names = Names.of(model)
+    params = names.parameters_of(model)
+    generator = torch.Generator().manual_seed(1000 + draw)
+    record = Record(start=_copy(params))
+    with quiet():
+        for step in range(steps):
+            batch = setting.batch(step, wide=True)
+            with _shaken(params, noise, generator):
+                value, count, is_sum = read_loss(setting.loss_fn(model, batch), batch)
+                loss = value / count if is_sum else value
+                loss.backward()
+            record.losses.append(float(loss.detach()))
+            _shake_gradients(params, noise, generator)
+            record.grads.append({n: p.grad.clone() for n, p in params.items() if p.grad is not None})
+            record.norms.append(float(_norm(record.grads[-1])))
+            max_norm = plan[Clipping].max_norm
+            if max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+        model.eval()
+        with torch.no_grad(), _shaken(params, noise, generator):
+            batch = setting.batch(0, wide=True)
+            value, count, is_sum = read_loss(setting.loss_fn(model, batch), batch)
+            record.evaluation = float(value / count if is_sum else value)
+    record.params = _copy(params)
+    record.buffers = _copy(names.buffers_of(model))
+    if optimizer is not None:
+        state = optimizer.state
+        record.moments = flat_moments({n: state[p] for n, p in params.items() if p in state})
+    return record
+
+
+def _norm(grads: Named) -> Tensor:
+    return torch.nn.utils.get_total_norm(list(grads.values()))
+
+
+def _copy(tensors: dict[str, Any]) -> Named:
+    return {name: t.detach().clone() for name, t in tensors.items()}
+
+
+@contextmanager
+def _shaken(
+    params: dict[str, nn.Parameter], noise: float, generator: torch.Generator
+) -> Iterator[None]:
+    if not noise:
+        yield
+        return
+    kept = _copy(params)
+    with torch.no_grad():
+        for p in params.values():
+            p.mul_(1 + noise * _signs(p, generator))
+    yield
+    with torch.no_grad():
+        for name, p in params.items():
+            p.copy_(kept[name])
+
+
+def _shake_gradients(
+    params: dict[str, nn.Parameter], noise: float, generator: torch.Generator
+) -> None:
+    grads = [p.grad for p in params.values() if p.grad is not None]
+    if not noise or not grads:
+        return
+    largest = max((float(g.abs().max()) for g in grads if g.numel()), default=0.0)
+    for g in grads:
+        g.add_(noise * largest * _signs(g, generator))
+
+
+def _signs(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(like.shape, generator=generator, dtype=torch.float64) * 2 - 1

@@ -21,11 +21,14 @@ _DEFAULT = Job()
 def train(
     compose: Annotated[
         str | None,
-        typer.Option(help='A composition. [default: "tp(2), zero(2), bf16"; odd worlds no tp]'),
+        typer.Option(
+            help='A composition, such as "tp(2), zero(2), bf16".',
+            show_default="tp(2), zero(2), bf16; without tp where the ranks are odd",
+        ),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes to start. [default: one a GPU; 4 without GPUs]"),
+        typer.Option(min=1, help="Processes to start.", show_default="one a GPU; 4 without"),
     ] = None,
     size: Annotated[str, typer.Option(help=f"Model size: {', '.join(SIZES)}.")] = _DEFAULT.size,
     steps: Annotated[int, typer.Option(min=1, help="Step to train to.")] = _DEFAULT.steps,
@@ -45,13 +48,13 @@ def train(
     ] = _DEFAULT.seed,
     data: Annotated[
         Path | None,
-        typer.Option(help="A file or folder of text. [default: Python's standard library]"),
+        typer.Option(help="A file or folder of text.", show_default="Python's standard library"),
     ] = None,
     data_limit: Annotated[
         int, typer.Option(min=1, help="Bytes of text to read at most.")
     ] = _DEFAULT.data_limit,
     out: Annotated[
-        Path | None, typer.Option(help="Folder to write to. [default: runs/SIZE]")
+        Path | None, typer.Option(help="Folder to write to.", show_default="runs/SIZE")
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")

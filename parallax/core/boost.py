@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +45,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     if optimizer is not None:
         plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
     mesh = mesh_of(plan)
-    draft = Draft((model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing)
+    draft = Draft((model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, nullcontext)
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
     _raise_together(statement, faults, transform)
@@ -54,6 +55,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     state = snapshot_state(optimizer, known) if optimizer is not None else {}
     broadcast((*model.parameters(), *model.buffers(), *_tensors(state)), mesh)
     title = type(model).__name__  # fully_shard renames the class
+    _share_randomness(mesh)
     draft = draft._replace(grad=grad_of(model, mesh))
     rooms: dict[str, Room] = {}
     settled = False
@@ -67,7 +69,6 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         draft = draft._replace(names=draft.names.follow(draft.parts, rewrite.phase, rewrite.name))
     if not settled:
         _settle(draft, mesh)
-    _share_randomness(mesh)
     setattr(model, _MARK, repr(transform))
     boosted = Boosted(draft, plan, rooms, title)
     if optimizer is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -163,12 +163,20 @@ class Boosted:
         try:
             for part in self._draft.parts:
                 part.eval()
-            with torch.no_grad():
+            with torch.no_grad(), self.context():
                 value, count, is_sum = read_loss(loss_fn(self.model, batch), batch)
                 return weigh(value, count, is_sum, self.mesh)[0]
         finally:
             for module in training:
                 module.training = True
+
+    def context(self) -> AbstractContextManager[Any]:
+        """What must surround the loss function in a hand-written loop; in most compositions nothing.
+
+        `train_step` and `eval_step` enter it themselves. `tp(n, loss_parallel=True)` needs it:
+        `with boosted.context(): loss = loss_fn(boosted.model, batch); boosted.backward(loss)`.
+        """
+        return self._draft.context()
 
     def backward(self, loss: Tensor, *, count: Tensor | float | None = None) -> None:
         """Backward of a hand-written loop.

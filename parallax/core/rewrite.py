@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +24,7 @@ Grad = Callable[[LossFn, Any], Tensor]
 Update = Callable[[], None]
 Sync = Callable[[bool], None]
 Settle = Callable[[], None]
+Context = Callable[[], AbstractContextManager[Any]]
 
 
 class Draft(NamedTuple):
@@ -38,6 +40,7 @@ class Draft(NamedTuple):
         sync: `(on) -> None`: whether the next backward reduces gradients over the data axes.
         settle: `() -> None`: runs before every update, outside all wrappers of it: brings gradients
             and parameters into the form an update needs, or says why they cannot be.
+        context: A context manager's maker: what must surround the loss function and the backward.
     """
 
     parts: tuple[nn.Module, ...]
@@ -48,6 +51,7 @@ class Draft(NamedTuple):
     update: Update
     sync: Sync
     settle: Settle
+    context: Context
 
 
 @dataclass

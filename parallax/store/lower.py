@@ -37,7 +37,8 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     except RuleError as fault:
         yield fault
     for pattern in plan[Precision].keep or ():
-        if not _kept(model, (pattern,)):
+        # "norms" is a kind, of which a model may have none; a name that matches nothing is a mistake.
+        if pattern != "norms" and not _kept(model, (pattern,)):
             yield RuleError(
                 f"keep={pattern!r} matches no module with parameters of {type(model).__name__}.\n\n"
                 "Name 'norms', a class or a pattern of module names."
@@ -64,7 +65,8 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     """Carry out what the plan says; see `STORE`."""
     (model,) = draft.parts
     sharding, precision = plan[Sharding], plan[Precision]
-    loose = [p for p in model.parameters() if p.ndim == 0]  # fully_shard refuses scalars
+    # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
+    loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     if precision.compute is not None:
         _to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
     normalised = synchronise(model, draft.mesh) if plan.size() > 1 else []
@@ -160,17 +162,16 @@ class Store:
         if ranks == 1:
             return
         rows = [p for p in self._loose if p.requires_grad]
+        if not rows:
+            return
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in rows]
-        has = [float(p.grad is not None) for p in rows]
-        device = self._loose[0].device
-        sums = total(
-            torch.cat([torch.stack(grads).double(), torch.tensor(has, device=device).double()]),
-            self._mesh,
-        )
-        means, counts = (sums / ranks).chunk(2)
-        for parameter, mean, count in zip(rows, means, counts.tolist(), strict=True):
+        has = torch.tensor([p.grad is not None for p in rows], device=rows[0].device)
+        flat = torch.cat([g.reshape(-1).double() for g in grads])
+        sums = total(torch.cat([flat, has.double()]), self._mesh)
+        means = (sums[: flat.numel()] / ranks).split([p.numel() for p in rows])
+        for parameter, mean, count in zip(rows, means, sums[flat.numel() :].tolist(), strict=True):
             # No rank has a gradient: one process would have none either, and skip the update.
-            parameter.grad = mean.to(parameter.dtype).reshape(()) if count else None
+            parameter.grad = mean.to(parameter.dtype).view_as(parameter) if count else None
 
 
 def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:

@@ -122,15 +122,15 @@ class Audit:
 def _projection(tensor: Tensor) -> Tensor:
     """Four numbers that tell tensors apart: the norm, and products with fixed random signs."""
     flat = tensor.detach().reshape(-1).double()
-    generator = torch.Generator().manual_seed(flat.numel())
-    signs = torch.randint(0, 2, (3, min(flat.numel(), 4096)), generator=generator) * 2 - 1
-    signs = signs.to(flat.device, flat.dtype)
-    pad = -flat.numel() % max(signs.shape[1], 1)
-    folded = torch.nn.functional.pad(flat, (0, pad)).view(-1, max(signs.shape[1], 1))
+    if not flat.numel():
+        return flat.new_zeros(4)
+    width = min(flat.numel(), 4096)
+    generator = torch.Generator().manual_seed(width)
+    signs = (torch.randint(0, 2, (3, width), generator=generator) * 2 - 1).to(flat)
+    folded = torch.nn.functional.pad(flat, (0, -flat.numel() % width)).view(-1, width)
     # Rows get different weights, so that swapped rows show.
-    weights = torch.arange(1, folded.shape[0] + 1, device=flat.device, dtype=flat.dtype)
-    summed = (folded * (weights / max(folded.shape[0], 1))[:, None]).sum(dim=0)
-    return torch.cat([flat.norm()[None], signs @ summed])
+    weights = torch.arange(1, len(folded) + 1, device=flat.device).to(flat) / len(folded)
+    return torch.cat([flat.norm()[None], signs @ (weights @ folded)])
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

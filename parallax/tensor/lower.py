@@ -63,7 +63,9 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
             return inner(loss_fn, batch)
 
     notes = {"styles": found, "audit": audit}
-    draft = draft._replace(settle=settle, grad=grad if keep_cut else inner)
+    draft = draft._replace(settle=settle)
+    if keep_cut:
+        draft = draft._replace(grad=grad, context=loss_parallel)
     return draft, Room(notes=notes)
 
 
@@ -113,9 +115,9 @@ def _sum_partial(model: nn.Module) -> None:
     """
     for parameter in model.parameters():
         grad = parameter.grad
-        if (
-            isinstance(parameter, DTensor)
-            and isinstance(grad, DTensor)
-            and grad.placements != parameter.placements
-        ):
+        if not isinstance(grad, DTensor):
+            continue
+        if not isinstance(parameter, DTensor):  # a plain scalar that met a cut activation
+            parameter.grad = grad.full_tensor()
+        elif grad.placements != parameter.placements:
             parameter.grad = grad.redistribute(placements=parameter.placements)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -88,6 +89,9 @@ def _watch(model: nn.Module) -> tuple[Trace, Trace]:
     forward: Trace = {}
     backward: Trace = {}
 
+    def note_gradient(name: str, gradient: Tensor) -> None:
+        backward.setdefault(name, _whole(gradient))
+
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: Any, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple | list) and output else output
@@ -95,7 +99,7 @@ def _watch(model: nn.Module) -> tuple[Trace, Trace]:
                 return
             forward[name] = _whole(tensor)
             if tensor.requires_grad:
-                tensor.register_hook(lambda g: backward.setdefault(name, _whole(g)) and None)
+                tensor.register_hook(functools.partial(note_gradient, name))
 
         return note
 

@@ -35,11 +35,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix tokens. `[batch, seq, width] -> [batch, seq, width]`."""
-        batch, seq, _ = x.shape
-        split = (batch, seq, -1, self.head_width)
-        q, k, v = (f(x).view(split).transpose(1, 2) for f in (self.query, self.key, self.value))
+        # unflatten, since view cannot tell what -1 stands for when a rank has no rows.
+        split = (-1, self.head_width)
+        projected = (f(x).unflatten(-1, split) for f in (self.query, self.key, self.value))
+        q, k, v = (heads.transpose(1, 2) for heads in projected)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):

@@ -97,7 +97,7 @@ def verify(
     else:
         report.rows = list(bounds.compare(trial, plan))
     if not report.ok and blame:
-        report.blame = _smallest(transform, setting, size, steps)
+        report.blame = _smallest(transform, setting, size, steps, report.error)
         guilty = compose(*(transform.atoms[name] for name in report.blame))
         report.where = _where(guilty if report.blame else transform, setting, size, report, bounds)
     report.seconds = time.perf_counter() - start
@@ -230,18 +230,20 @@ def _random_streams(trial: Trial) -> Row:
     return Row("random streams", "all ranks", 0.0, 0.0)
 
 
-def _smallest(transform: Transform, setting: Setting, size: int, steps: int) -> list[str]:
+def _smallest(
+    transform: Transform, setting: Setting, size: int, steps: int, error: str
+) -> list[str]:
     """The smallest set of transforms that fails, fewest first."""
     atoms = transform.atoms
     for count in range(1, len(atoms)):
         for names in itertools.combinations(atoms, count):
             part = compose(*(atoms[name] for name in names))
-            if not _passes(part, setting, size, steps):
+            if not _passes(part, setting, size, steps, error):
                 return list(names)
     return list(atoms)
 
 
-def _passes(part: Transform, setting: Setting, size: int, steps: int) -> bool:
+def _passes(part: Transform, setting: Setting, size: int, steps: int, refusal: str) -> bool:
     fewer = smallest_world(part)
     for ranks in (size, fewer):
         try:
@@ -251,9 +253,9 @@ def _passes(part: Transform, setting: Setting, size: int, steps: int) -> bool:
         try:
             trial = _run(pool(ranks), setting, part, steps)
         except RankError as error:
-            if isinstance(error.__cause__, ParallaxError):
-                return True  # a part that is refused by itself, and says so, breaks nothing
-            return False
+            # A part that is refused by itself, and says so, breaks nothing; unless the whole was
+            # refused for the same reason.
+            return isinstance(error.__cause__, ParallaxError) and _last_line(error) != refusal
         return all(row.ok for row in _Bounds(setting, plan, steps).compare(trial, plan))
     return True
 

@@ -34,9 +34,9 @@ class Job:
     compose: str = "tp(2), zero(2), bf16"
     size: str = "tiny"
     steps: int = 200
-    batch_size: int = 32
+    batch_size: int = 16
     seq: int = 128
-    lr: float = 4e-3
+    lr: float = 2e-3
     warmup: int = 20
     weight_decay: float = 0.1
     seed: int = 0
@@ -46,6 +46,6 @@ class Job:
     resume: bool = False
     save_every: int = 0
     eval_windows: int = 256
-    sample_length: int = 300
+    sample_length: int = 200
     prompt: str = "def "
     temperature: float = 0.8

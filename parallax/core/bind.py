@@ -12,6 +12,7 @@ different meshes, or on none, may share a group (foreach kernels refuse such a m
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -91,6 +92,7 @@ class Binding:
         self.optimizer = optimizer
         self.own_step: Callable[..., Any] = optimizer.step
         self.whole = whole
+        self.closure: Callable[[], Any] | None = None
         self._parts: dict[nn.Parameter, Tensor] = {}
         # For each sharded parameter: state as shown (DTensor) and as used (local), by key.
         self._pairs: dict[nn.Parameter, dict[str, tuple[Any, Any]]] = {}
@@ -98,8 +100,9 @@ class Binding:
     @torch.no_grad()
     def step(self) -> None:
         """Run one step of the optimizer on this rank's parts."""
+        closure = [self.closure] if self.closure is not None else []
         if self.whole:
-            self.own_step()
+            self.own_step(*closure)
             return
         optimizer = self.optimizer
         shown_state = optimizer.state
@@ -109,7 +112,7 @@ class Binding:
                 group["params"] = [self._part(p) for p in group["params"]]
             used_state = self._used(shown_state)
             optimizer.state = used_state
-            self.own_step()
+            self.own_step(*closure)
         finally:
             optimizer.state = shown_state
             for group, params in zip(optimizer.param_groups, shown_params, strict=True):
@@ -162,18 +165,45 @@ class Binding:
             part.grad = None  # the parameter owns the gradient; a second owner would keep it alive
 
 
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether an optimizer evaluates the loss itself, so that it cannot step without a closure."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
 def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     assert draft.optimizer is not None, "BIND is only part of a plan with an optimizer"
     try:
         group_names(draft.optimizer, draft.names, draft.parts[0])
     except OptimizerError as fault:
         yield fault
+    if any(Phase.SPLIT <= r.phase < Phase.BIND for r in plan.rewrites):
+        yield from _held_aside(draft.optimizer)
     sharding = [axis for axis in ("data_shard", "tp") if plan.size(axis) > 1]
     if sharding:
         who = " and ".join(sorted({plan.who(axis) for axis in sharding}))
         fault = elementwise_fault(draft.optimizer, who)
         if fault is not None:
             yield fault
+
+
+def _held_aside(optimizer: Optimizer) -> Iterable[OptimizerError]:
+    """Parameters that an optimizer keeps outside its groups, where re-pointing cannot reach them."""
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state"):
+            continue
+        rows = value.values() if isinstance(value, dict) else value
+        rows = rows if isinstance(rows, list | tuple | set) or isinstance(value, dict) else (rows,)
+        if any(id(row) in mine for row in rows):
+            kind = type(optimizer).__name__
+            yield OptimizerError(
+                f"the optimizer {kind} keeps parameters of its own in the attribute {name}, and this "
+                "composition replaces the model's parameters: its step would change the old ones."
+                f"\n\nUse an optimizer that reads its parameters from param_groups, or train without "
+                "dp, zero, tp and mixed_precision."
+            )
+            return
 
 
 def elementwise_fault(optimizer: Optimizer, why: str) -> OptimizerError | None:

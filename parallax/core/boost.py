@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallax.core.bind import BIND, group_names, rebind, snapshot_state
+from parallax.core.bind import BIND, group_names, needs_closure, rebind, snapshot_state
 from parallax.core.boosted import Boosted
 from parallax.core.mesh import agree, broadcast, device_of, digest, mesh_of, rank_on
 from parallax.core.names import Names
@@ -178,16 +178,48 @@ def _share_randomness(mesh: Any) -> None:
 def _install(optimizer: Optimizer, boosted: Boosted) -> None:
     """Make `optimizer.step()` and `zero_grad()` mean the composed update, for hand-written loops."""
 
-    def step(self: Optimizer, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        boosted.update()
-        return loss
+    draft, binding = boosted._draft, boosted.rooms[BIND.name].notes["binding"]
+    inner = needs_closure(optimizer)
 
+    def step(self: Optimizer, closure: Any = None) -> Any:
+        loss: list[Any] = []
+
+        def evaluate() -> Any:
+            with torch.enable_grad():
+                loss.append(closure())
+            draft.settle()
+            return loss[-1]
+
+        if inner:
+            _closure_fault(optimizer, closure, plain=draft.update == binding.step)
+            binding.closure = evaluate
+        elif closure is not None:
+            evaluate()
+        draft.settle()
+        draft.update()
+        boosted._step += 1
+        return loss[0] if loss else None
+
+    # Schedulers attached earlier look for their mark on optimizer.step, and warn without it.
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
     # A method, since torch's schedulers re-wrap optimizer.step through its __func__.
     optimizer.step = types.MethodType(step, optimizer)
+
+
+def _closure_fault(optimizer: Optimizer, closure: Any, *, plain: bool) -> None:
+    kind = type(optimizer).__name__
+    if closure is None:
+        raise StepError(
+            f"{kind} evaluates the loss several times a step and was given no closure.\n\nCall "
+            "boosted.optimizer.step(closure), with a closure that clears gradients, runs the model, "
+            "calls boosted.backward(loss) and returns the loss."
+        )
+    if not plain:
+        raise StepError(
+            f"{kind} evaluates the loss inside its step, where clip and the like cannot reach the "
+            "gradients.\n\nLeave them out of the composition, or use another optimizer."
+        )
 
 
 def _no_grad_yet(loss_fn: Any, batch: Any) -> Tensor:
@@ -203,7 +235,4 @@ def _nothing() -> None:
 
 
 def _no_update() -> None:
-    raise StepError(
-        "this model was boosted without an optimizer, so there is nothing to step.\n\n"
-        "Give one: transform(model, optimizer)."
-    )
+    raise AssertionError("update is only called where there is an optimizer, and BIND sets it")

@@ -134,11 +134,18 @@ class Boosted:
         return self._draft.grad(loss_fn, batch)
 
     def update(self) -> None:
-        """The second half of `train_step`: consumes `.grad`. What `optimizer.step()` does."""
+        """The second half of `train_step`: consumes `.grad`. The same as `optimizer.step()`.
+
+        Raises:
+            StepError: There is no optimizer, or it can only step with a closure.
+        """
         self._live("update")
-        self._draft.settle()
-        self._draft.update()
-        self._step += 1
+        if self.optimizer is None:
+            raise StepError(
+                "this model was boosted without an optimizer, so there is nothing to step.\n\n"
+                "Give one: transform(model, optimizer)."
+            )
+        self.optimizer.step()  # not past it: attached schedulers watch this call
 
     @property
     def grads(self) -> dict[str, Tensor]:

@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+# The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
+from torch.distributed.utils import _apply_to_tensors
+
 from parallax.core.mesh import total
 from parallax.core.patterns import matches
 from parallax.core.plan import Plan
@@ -65,10 +68,10 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     """Carry out what the plan says; see `STORE`."""
     (model,) = draft.parts
     sharding, precision = plan[Sharding], plan[Precision]
-    # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
-    loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     if precision.compute is not None:
         _to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
+    # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
+    loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     normalised = synchronise(model, draft.mesh) if plan.size() > 1 else []
     replicas = plan.size("data_replicate")
     data = draft.mesh["data_replicate", "data_shard"] if replicas > 1 else draft.mesh["data_shard"]
@@ -85,6 +88,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     for name, module in units.items():
         if name not in kept and _has_parameters(module, loose):
             fully_shard(module, reshard_after_forward=drop, mp_policy=inner, **options)
+    _own_outputs(model, DTYPES.get(precision.outputs or "fp32") if precision.compute else None)
     # None: torch keeps the root's parameters until its backward, which follows at once.
     fully_shard(
         model, reshard_after_forward=None if drop else False, mp_policy=_policy(precision, root=True), **options
@@ -187,9 +191,17 @@ def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
 
 def _to_masters(model: nn.Module, dtype: torch.dtype) -> None:
     """Store trainable parameters in `dtype`. Frozen ones keep theirs: they are never updated."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
+    masters: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            trained = parameter.requires_grad and parameter.is_floating_point()
+            if not trained or parameter.dtype == dtype:
+                continue
+            # A new parameter, since a DTensor's dtype is also in its spec, which .data leaves behind;
+            # the same one under each name of a tie.
+            if parameter not in masters:
+                masters[parameter] = nn.Parameter(parameter.detach().to(dtype))
+            setattr(module, name, masters[parameter])
 
 
 def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
@@ -206,6 +218,23 @@ def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
 def _has_parameters(module: nn.Module, loose: list[nn.Parameter]) -> bool:
     skipped = {id(p) for p in loose}
     return any(id(p) not in skipped for p in module.parameters())
+
+
+def _own_outputs(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Give out tensors of their own where the model returns views, before fully_shard looks at them.
+
+    fully_shard hangs its backward on the outputs, and an in-place operation on a view would cut it
+    off; a tensor-parallel head's gathered output is such a view. The cast to the output dtype, which
+    fully_shard does anyway, copies; only without one is a copy made for this.
+    """
+
+    def own(tensor: Tensor) -> Tensor:
+        if not (tensor.requires_grad and tensor._is_view()):
+            return tensor
+        casts = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+        return tensor.to(dtype) if casts else tensor.clone()
+
+    model.register_forward_hook(lambda module, args, output: _apply_to_tensors(own, output))
 
 
 def _drop_after_inference(model: nn.Module, shards: list[FSDPModule]) -> None:

@@ -103,7 +103,7 @@ def test_each_pair(text: str) -> None:
 
 
 def test_the_pairs_are_all_that_do_not_conflict() -> None:
-    assert len(pairs()) == 36 - 3 - 1 - 1  # of zero's stages, of the precisions, of the tp's
+    assert len(pairs()) == 36 - 3  # of the stages of zero
 
 
 @pytest.mark.parametrize(

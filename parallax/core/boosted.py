@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from parallax.core.collect import collect
 from parallax.core.late import Late
-from parallax.core.mesh import rank_on
+from parallax.core.mesh import device_of, rank_on
 from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import local
-from parallax.core.step import read_loss, rows_of, tensor_rows, weigh
+from parallax.core.step import read_loss, rows_of, to_device, weigh
 from parallax.errors import CheckpointError, DataError, StepError
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Boosted:
                 pair `(sum, count)`. With a mean, ranks count by their number of samples (the first
                 dim of the batch's tensors). With a pair, the global sum over the global count is
                 minimised, exactly, whatever the counts are.
-            batch: This rank's part of the global batch: what `loader` yields or `shard` returns.
+            batch: This rank's part of the global batch: what `loader` yields or `shard` returns. Its
+                tensors are moved to this rank's device.
 
         Returns:
             The global loss, 0-dim, equal on every rank.
@@ -131,7 +132,7 @@ class Boosted:
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The first half of `train_step`: fills `.grad`, changes no parameter."""
         self._live("grad")
-        return self._draft.grad(loss_fn, batch)
+        return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
 
     def update(self) -> None:
         """The second half of `train_step`: consumes `.grad`. The same as `optimizer.step()`.
@@ -171,6 +172,7 @@ class Boosted:
             for part in self._draft.parts:
                 part.eval()
             with torch.no_grad(), self.context():
+                batch = to_device(batch, device_of(self.mesh))
                 value, count, is_sum = read_loss(loss_fn(self.model, batch), batch)
                 return weigh(value, count, is_sum, self.mesh)[0]
         finally:

@@ -49,6 +49,21 @@ def tensor_rows(batch: Any) -> list[tuple[str, Tensor]]:
     return [("/".join(map(str, p)), x) for p, x in rows if isinstance(x, Tensor) and x.ndim]
 
 
+def to_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; nothing is copied when they are there already.
+
+    Pinned tensors are copied while the host goes on. Objects with a `to` of their own, such as
+    transformers' BatchEncoding, are asked.
+    """
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device) if hasattr(leaf, "to") and isinstance(leaf, Mapping) else leaf
+
+    return optree.tree_map(move, batch, none_is_leaf=True)
+
+
 def read_loss(out: Any, batch: Any) -> tuple[Tensor, Tensor | float, bool]:
     """Take a loss function's result apart.
 

@@ -70,7 +70,7 @@ def test_a_class_is_the_same_wish_as_its_name() -> None:
 def groups(units: Any) -> list[list[str]]:
     """The parameters that are gathered together, in the order of the model's modules."""
     model = toys.Gpt(tied=True, frozen=True, scalar=True)
-    zero(3, units=units)(model)(toys.tokens(2)["tokens"])  # names are known after a forward
+    zero(3, units=units)(model).model(toys.tokens(2)["tokens"])  # names are known after a forward
     rows = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if hasattr(m, "unshard")]
     return [sorted(p._param_fqn for p in row.fsdp_params) for row in rows if row]
 

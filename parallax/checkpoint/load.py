@@ -99,7 +99,7 @@ def _read(
                 key = f"{kind}/{name}"
                 block = reader.block(key, index.tensors[key], box(target))
                 tree[kind][name] = like(block.to(local(target).device), target)
-    if "moments" in kinds:
+    if "moments" in kinds and boosted.optimizer is not None:
         tree["moments"] = _moments(boosted, index, reader)
     if "rooms" in kinds:
         for room, state in boosted.rooms.items():
@@ -114,6 +114,7 @@ def _read(
 def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[str, Any]]:
     moments: dict[str, dict[str, Any]] = {}
     params = boosted.params
+    counts = _counts_on_device(boosted)
     for key, entry in index.tensors.items():
         if not key.startswith("moments/"):
             continue
@@ -123,15 +124,26 @@ def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[
         parameter = params[name]
         shaped = entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
         block = reader.block(key, entry, box(parameter) if shaped else _all(entry))
-        device = local(parameter).device
-        # torch keeps step counts (0-dim) on the CPU unless the optimizer is capturable or fused.
-        value = like(block.to(device), parameter) if shaped else block
-        moments.setdefault(name, {})[slot] = value
+        # The step count lives on the CPU unless a kernel reads it; everything else with its parameter.
+        on_cpu = slot == "step" and id(parameter) not in counts
+        block = block if on_cpu else block.to(local(parameter).device)
+        moments.setdefault(name, {})[slot] = like(block, parameter) if shaped else block
     for key, value in index.values.items():
         if key.startswith("moments/"):
             name, _, slot = key.removeprefix("moments/").rpartition("/")
             moments.setdefault(name, {})[slot] = value
     return moments
+
+
+def _counts_on_device(boosted: Boosted) -> set[int]:
+    """Parameters whose step count torch keeps on their device: of capturable and fused groups."""
+    assert boosted.optimizer is not None
+    return {
+        id(p)
+        for group in boosted.optimizer.param_groups
+        if group.get("capturable") or group.get("fused")
+        for p in group["params"]
+    }
 
 
 def _all(entry: Entry) -> Box:

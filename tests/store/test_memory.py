@@ -254,3 +254,37 @@ def test_keep_that_matches_nothing_is_named(world2: World) -> None:
         "2. keep='a.*' matches no module with parameters of Linear.\n\n"
         "Name 'norms', a class or a pattern of module names."
     )
+
+
+class Normalised(nn.Module):
+    """A whole model whose class is called like a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def kept_twice(keep: Any) -> list[str]:
+    model = Normalised()
+    boosted = compose(dp(), mixed_precision("bf16", keep=keep))(model)
+    found: list[str] = []
+    for block in model.blocks:
+        for m in block:
+            m.register_forward_hook(lambda m, a, o: found.append(str(m.weight.dtype)[6:]))
+    boosted.model(torch.ones(2, 4))
+    return found
+
+
+@pytest.mark.parametrize("keep", ["norms", ("norms", "LayerNorm"), ("norms", "blocks.*.1")])
+def test_keep_may_say_one_thing_twice_and_not_the_whole_model(keep: Any, world2: World) -> None:
+    assert world2.run(kept_twice, keep) == [["bfloat16", "float32"] * 2] * 2
+
+
+def test_keep_may_name_a_module_and_one_inside(world2: World) -> None:
+    keep = ("blocks.0", "blocks.0.1")
+    assert world2.run(kept_twice, keep) == [["float32", "float32", "bfloat16", "bfloat16"]] * 2

@@ -16,7 +16,7 @@ from parallax.testing import World, toys
 pytestmark = pytest.mark.ranks
 
 
-class Normed(nn.Module):
+class Gate(nn.Module):
     """An MLP whose hidden activation passes a norm over each head: a cut activation under tp."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def without(*names: str, **other: str) -> dict[str, str]:
 def outcome(
     ranks: World, rules: dict[str, str], *more: Transform, inputs: Any = same, degree: int = 2
 ) -> tuple[str, str]:
-    rows = ranks.run(first_step, Normed, compose(tp(degree, rules=rules), *more), inputs)
+    rows = ranks.run(first_step, Gate, compose(tp(degree, rules=rules), *more), inputs)
     assert len(set(rows)) == 1, rows
     return rows[0]
 
@@ -98,7 +98,7 @@ def test_a_missing_rowwise_is_named(more: tuple[Transform, ...], world2: World) 
     )
 
 
-class Halved(Normed):
+class Halved(Gate):
     """Its output is a mean over what each rank holds, so that a missing rowwise changes no shape."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def test_different_inputs_on_the_data_axis_are_fine(world4: World) -> None:
 
 def swapped() -> tuple[str, str]:
     torch.manual_seed(0)
-    model = Normed()
+    model = Gate()
     boosted = tp(2, rules=RULES)(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.arange(16.0).view(4, 4)
     mine = batch.flip(0) if dist.get_rank() else batch
@@ -167,7 +167,7 @@ def test_the_same_rows_in_another_order_are_seen(world2: World) -> None:
 def dictionary() -> tuple[str, str]:
     torch.manual_seed(0)
 
-    class Named(Normed):
+    class Named(Gate):
         def forward(self, batch: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
             return super().forward(batch["b"])
 
@@ -185,7 +185,7 @@ def test_inputs_inside_a_dictionary_are_compared(world2: World) -> None:
 
 def no_rows() -> tuple[str, str]:
     torch.manual_seed(0)
-    model = Normed()
+    model = Gate()
     boosted = compose(tp(2, rules=RULES), zero(2))(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = torch.ones(1, 4)
     return caught(
@@ -200,7 +200,7 @@ def test_a_rank_without_rows_passes_the_audit(world4: World) -> None:
 def later() -> tuple[tuple[str, str], int]:
     """The look is at the first step only: it must cost nothing afterwards."""
     torch.manual_seed(0)
-    model = Normed()
+    model = Gate()
     boosted = tp(2, rules=RULES)(model, torch.optim.SGD(model.parameters(), lr=0.1))
     before = len(model._forward_pre_hooks) + len(model._forward_hooks)
     boosted.train_step(lambda m, x: m(x).square().mean(), torch.ones(4, 4))

@@ -2,13 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from parallax.core.axes import Axes, Fill, layout
+
 # the algebra
 from parallax.core.fact import Claim, Fact
 from parallax.core.phase import Phase
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Rewrite, Room
 from parallax.core.transform import Transform, compose, override, state
-from parallax.core.axes import Axes, Fill, layout
 
 # errors
 from parallax.errors import (
@@ -35,6 +36,7 @@ from parallax.tensor import tensor_parallel, tp
 
 if TYPE_CHECKING:
     from parallax.core.boosted import Boosted
+    from parallax.testing.verify import verify
 
 
 def __getattr__(name: str) -> Any:
@@ -43,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from parallax.core.boosted import Boosted
 
         return Boosted
+    if name == "verify":
+        from parallax.testing.verify import verify
+
+        return verify
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -85,5 +91,6 @@ __all__ = [
     "state",
     "tensor_parallel",
     "tp",
+    "verify",
     "zero",
 ]

@@ -10,6 +10,7 @@ import typer
 
 from parallax.cli.plan import plan
 from parallax.cli.train import train
+from parallax.cli.verify import verify
 from parallax.errors import ParallaxError
 
 P = ParamSpec("P")
@@ -40,6 +41,7 @@ def _plainly(command: Callable[P, None]) -> Callable[P, None]:
 
 app.command()(_plainly(train))
 app.command()(_plainly(plan))
+app.command()(_plainly(verify))
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from parallax.core.mesh import total
 
-
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 

@@ -203,7 +203,7 @@ def exported() -> set[str]:
     """Names of all transforms that parallax exports."""
     import parallax
 
-    tools = {"compose", "override", "parse", "state", "layout", "launch", "launch_from_torch"}
+    tools = {"compose", "override", "parse", "state", "layout", "launch", "launch_from_torch", "verify"}
     found = set()
     for name in parallax.__all__:
         value = getattr(parallax, name)

@@ -21,11 +21,13 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.step import read_loss
 from parallax.step.facts import Clipping
+from parallax.store.facts import Precision
 from parallax.testing.record import Named, Record, flat_moments
 from parallax.testing.setting import Setting, quiet
 
@@ -33,20 +35,45 @@ UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8}
 LAMBDA = 4.0  # an inner product stays within its bound with probability 1 - 2 exp(-8) = 0.9993
 
 
+class Narrowest(TorchFunctionMode):
+    """Finds the narrowest floating-point dtype that differentiable values pass through.
+
+    Many models cast inside: transformers computes norms and losses in float32 whatever the model's
+    dtype. Such a model has float32's accuracy in a float64 check, too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = 0.0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.is_floating_point() and out.requires_grad:
+            self.unit = max(self.unit, torch.finfo(out.dtype).eps / 2)
+        return out
+
+
 def roundoff(setting: Setting, plan: Plan, model: nn.Module) -> float:
     """Relative change of a weight that stands for the rounding of one layer.
 
     Small compute dtypes round each product's operands and result; sums are kept in float32, so their
     length counts with float32's roundoff.
-    """
-    from parallax.store.facts import Precision
 
+    Args:
+        setting: What is trained.
+        plan: For the compute dtype of a native check.
+        model: The model in float64; run forward once.
+    """
+    batch = setting.batch(0, wide=True)
+    with quiet(), Narrowest() as inside:
+        setting.loss_fn(model, batch)
     length = max(
         [max(p.shape, default=1) for p in model.parameters()]
-        + [leaf.numel() for leaf in optree.tree_leaves(setting.batch(0)) if isinstance(leaf, Tensor)]
+        + [leaf.numel() for leaf in optree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     )
-    wide = "fp64" if setting.dtype == "fp64" else "fp32"
-    unit = math.sqrt(length) * UNIT_ROUNDOFF[wide]
+    wide = UNIT_ROUNDOFF["fp64" if setting.dtype == "fp64" else "fp32"]
+    unit = math.sqrt(length) * min(max(wide, inside.unit), UNIT_ROUNDOFF["fp32"])
+    unit += inside.unit if inside.unit > UNIT_ROUNDOFF["fp32"] else 0.0
     compute = plan[Precision].compute
     if setting.dtype == "native" and compute == "bf16":
         unit += UNIT_ROUNDOFF["bf16"]

@@ -138,7 +138,7 @@ class _Bounds:
     """The reference and, for every number of it, how far rounding may move it."""
 
     def __init__(self, setting: Setting, plan: Plan, steps: int) -> None:
-        self.noise = reference.roundoff(setting, plan, setting.model())
+        self.noise = reference.roundoff(setting, plan, setting.model().to(torch.float64))
         self.exact = reference.run(setting, plan, steps)
         self.draws = [
             reference.run(setting, plan, steps, noise=self.noise, draw=i) for i in range(DRAWS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -11,7 +12,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -60,7 +61,9 @@ def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
                 f"{_name(fn)} or its arguments cannot be pickled: {error}.\n\n{_REMEDY}"
             ) from error
     try:
-        with _by_value(cloudpickle, module):
+        with ExitStack() as stack:
+            for module in _modules(call):
+                stack.enter_context(_by_value(cloudpickle, module))
             return _dump(_by_value_pickler(cloudpickle), call)
     except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise pickle.PicklingError(
@@ -158,6 +161,17 @@ def _module(fn: Callable[..., Any]) -> ModuleType | None:
 
 def _name(fn: Callable[..., Any]) -> str:
     return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+def _modules(call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]) -> list[ModuleType]:
+    """The modules of the function and of the functions that it is given, also as a field."""
+    fn, args, kwargs = call
+    given = [fn, *args, *kwargs.values()]
+    for value in tuple(given):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            given += [getattr(value, field.name) for field in dataclasses.fields(value)]
+    found = {id(m): m for value in given if callable(value) and (m := _module(value)) is not None}
+    return list(found.values())
 
 
 @contextmanager

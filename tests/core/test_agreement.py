@@ -66,7 +66,7 @@ def test_processes_of_different_seeds_start_from_one_model(
     assert ranks.run(started_apart, transform, False) == [(True, True, True)] * ranks.size
 
 
-def test_it_takes_the_broadcast(world2: World, monkeypatch: Any) -> None:
+def test_it_takes_the_broadcast(world2: World) -> None:
     """The planted fault: without it, ranks go on from their own weights."""
 
     def without_broadcast() -> tuple[bool, bool, bool]:
@@ -96,7 +96,9 @@ CUT = tp(2, rules={"0": "colwise", "1": "rowwise"})
 
 
 @pytest.mark.parametrize("transform", [dp(), zero(3), compose(CUT, zero(2))], ids=repr)
-def test_dropout_differs_by_data_rank_and_agrees_within(transform: Transform, world4: World) -> None:
+def test_dropout_differs_by_data_rank_and_agrees_within(
+    transform: Transform, world4: World
+) -> None:
     rows = world4.run(masks, transform)
     assert {row[0] for row in rows} == set(range(transform.plan(4).size()))
     for data, first, second in rows:
@@ -118,7 +120,8 @@ def dropout_in_training(transform: Transform) -> list[float]:
     model = toys.Gpt(dropout=0.3)
     boosted = transform(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return [
-        float(boosted.train_step(toys.next_token, boosted.shard(toys.tokens(4, i)))) for i in range(3)
+        float(boosted.train_step(toys.next_token, boosted.shard(toys.tokens(4, i))))
+        for i in range(3)
     ]
 
 

@@ -58,9 +58,7 @@ MAKERS: dict[str, st.SearchStrategy[Transform]] = {
         rules=st.none() | st.dictionaries(patterns, styles, max_size=3),
         loss_parallel=st.none() | st.booleans(),
     ),
-    "clip": st.builds(
-        clip, st.floats(1e-6, 1e6) | st.integers(1, 5) | st.sampled_from([1.0, 0.5])
-    ),
+    "clip": st.builds(clip, st.floats(1e-6, 1e6) | st.integers(1, 5) | st.sampled_from([1.0, 0.5])),
     "bf16": st.just(bf16),
     "fp32": st.just(fp32),
 }
@@ -69,8 +67,21 @@ MAKERS["shard_zero"], MAKERS["tensor_parallel"] = MAKERS["zero"], MAKERS["tp"]
 atoms = st.one_of(*MAKERS.values())
 # Few values a field, so that agreement, conflict and silence all occur often.
 few = st.sampled_from(
-    [dp(), dp(2), zero(2), zero(3), zero(3, units="blocks.*"), bf16, fp32, clip(1.0), clip(2)]
-    + [tp(2), tp(2, loss_parallel=True), mixed_precision("bf16", keep="norms"), compose()]
+    [
+        dp(),
+        dp(2),
+        zero(2),
+        zero(3),
+        zero(3, units="blocks.*"),
+        bf16,
+        fp32,
+        clip(1.0),
+        clip(2),
+        tp(2),
+        tp(2, loss_parallel=True),
+        mixed_precision("bf16", keep="norms"),
+        compose(),
+    ]
 )
 transforms = st.recursive(
     atoms | few, lambda inner: st.builds(override, inner, inner) | few, max_leaves=3
@@ -122,7 +133,9 @@ def test_the_bar_composes(a: Transform, b: Transform) -> None:
 @given(few, few)
 def test_composing_says_what_both_say(a: Transform, b: Transform) -> None:
     both = agreed(lambda: a | b)
-    said = [{(type(c.fact), f, v) for c in t.claims for f, v in c.fact.said().items()} for t in (a, b)]
+    said = [
+        {(type(c.fact), f, v) for c in t.claims for f, v in c.fact.said().items()} for t in (a, b)
+    ]
     fields = [{(kind, field): value for kind, field, value in row} for row in said]
     disagree = any(fields[1].get(key, value) != value for key, value in fields[0].items())
     assert (both is None) == disagree
@@ -154,7 +167,7 @@ def test_equal_spelling_and_equal_transforms_are_the_same_thing(a: Transform, b:
 
 
 def test_no_bound_is_a_spelling_of_its_own() -> None:
-    with pytest.raises(ValueError, match="^clip was given max_norm=inf") as caught:
+    with pytest.raises(ValueError, match=r"^clip was given max_norm=inf") as caught:
         clip(float("inf"))
     assert str(caught.value) == (
         "clip was given max_norm=inf. Give a positive number; to leave gradients as they are, "

@@ -19,7 +19,9 @@ worlds = st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 64, 96, 1024]) | st.inte
 
 
 @given(axes, fills, worlds)
-def test_every_rank_has_one_place_or_the_layout_is_refused(axes: Axes, fill: Fill, world: int) -> None:
+def test_every_rank_has_one_place_or_the_layout_is_refused(
+    axes: Axes, fill: Fill, world: int
+) -> None:
     said = axes.said()
     taken = math.prod(said.values())
     left = world // taken
@@ -104,6 +106,6 @@ def test_a_degree_is_a_positive_whole_number(given_degree: object) -> None:
 
 
 def test_tp_needs_a_number() -> None:
-    with pytest.raises(ValueError, match="^tp needs") as caught:
+    with pytest.raises(ValueError, match=r"^tp needs") as caught:
         tp(None)  # type: ignore[arg-type]
     assert str(caught.value) == "tp needs a number of ranks: tp(2)."

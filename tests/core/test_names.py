@@ -129,7 +129,7 @@ def test_names_are_added_and_dropped_in_their_phases_only(
 
 
 def surviving(transform: Transform) -> tuple[tuple[str, ...], list[str], list[str], bool, str]:
-    """Names before, names after, names in the tree, whether the tie holds, the optimizer's first."""
+    """Names before, after and in the tree; whether the tie holds; the optimizer's first."""
     torch.manual_seed(0)
     model = toys.Gpt(**EVERYTHING)
     before = Names.of(model)

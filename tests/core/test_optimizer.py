@@ -262,7 +262,9 @@ def state_dict_round_trip(transform: Transform) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("transform", [dp(), zero(3)], ids=repr)
-def test_state_dict_of_the_optimizer_makes_a_round_trip(transform: Transform, world2: World) -> None:
+def test_state_dict_of_the_optimizer_makes_a_round_trip(
+    transform: Transform, world2: World
+) -> None:
     for error, rank_0_only in world2.run(state_dict_round_trip, transform):
         assert error < CLOSE["atol"]
         assert rank_0_only
@@ -360,8 +362,8 @@ def test_optimizers_of_whole_matrices_are_refused_under_sharding(name: str, worl
     for kind, text in world2.run(refused, name, zero(2)):
         assert kind == "OptimizerError"
         assert text == (
-            f"zero(2) shards parameters, and the optimizer {name} {FINDINGS[name]}.\n\n"
-            f"Use an element-wise optimizer (AdamW, SGD, ...), or replicate with dp(), or, if {name} "
+            f"zero(2) shards parameters, and the optimizer {name} {FINDINGS[name]}.\n\nUse an "
+            f"element-wise optimizer (AdamW, SGD, ...), or replicate with dp(), or, if {name} "
             "computes rightly on DTensors, say so with a class attribute supports_dtensor = True."
         )
 
@@ -473,8 +475,10 @@ def test_what_is_no_optimizer_is_named() -> None:
     assert pool(1).run(wrong_given, "AdamW") == [
         (
             "OptimizerError",
-            "the optimizer is 'AdamW'.\n\nGive a torch.optim.Optimizer made on the model, or a "
-            "function of parameters that makes one, or None.",
+            (
+                "the optimizer is 'AdamW'.\n\nGive a torch.optim.Optimizer made on the model, or a "
+                "function of parameters that makes one, or None."
+            ),
         )
     ]
     assert pool(1).run(wrong_given, list) is not None

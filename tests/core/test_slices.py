@@ -22,7 +22,9 @@ lengths = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, 
 
 
 @given(lengths, lengths)
-def test_overlap_is_what_both_boxes_hold(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+def test_overlap_is_what_both_boxes_hold(
+    a: list[tuple[int, int]], b: list[tuple[int, int]]
+) -> None:
     n = min(len(a), len(b))
     left, right = (Box(*map(tuple, zip(*rows[:n], strict=True))) for rows in (a, b))
     whole = torch.zeros((10,) * n)
@@ -112,9 +114,13 @@ def after_boost(transform: Transform, model_fn: Any) -> tuple[list[str], set[str
         for name, p in boosted.params.items()
         if not torch.equal(reference[name][box(p).index], local(p).detach())
     ]
-    kinds = {type(pl).__name__ for p in boosted.params.values() for pl in getattr(p, "placements", ())}
+    kinds = {
+        type(pl).__name__ for p in boosted.params.values() for pl in getattr(p, "placements", ())
+    }
     answered = {
-        name: local(p).numel() for name, p in boosted.params.items() if held_once(p, coordinate, AXES)
+        name: local(p).numel()
+        for name, p in boosted.params.items()
+        if held_once(p, coordinate, AXES)
     }
     return wrong, kinds, answered
 

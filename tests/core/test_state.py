@@ -103,7 +103,9 @@ def test_paths_of_leaves_are_the_keys_of_a_checkpoint(world2: World) -> None:
     assert "moments/blocks.1.attn.key.weight/exp_avg_sq" in names
     assert "buffers/seen" in names
     assert len([n for n in names if n.startswith("params/")]) == count
-    assert not any("depth" in n or "head.weight" in n or "spare" in n.split("moments/")[-1:] for n in names)
+    assert not any(
+        "depth" in n or "head.weight" in n or "spare" in n.split("moments/")[-1:] for n in names
+    )
     assert text == "<boosted Gpt at step 1: compose(clip(1.0), zero(3))>"
 
 
@@ -181,8 +183,8 @@ def foreign() -> str:
 def test_a_snapshot_of_another_composition_is_refused() -> None:
     (text,) = pool(1).run(foreign)
     assert text == (
-        f"CheckpointError: a snapshot of\n{_plan(zero(2))}\nwas given to a pair of\n{_plan(dp())}\n\n"
-        "Save to a directory and load that: files fit any composition."
+        f"CheckpointError: a snapshot of\n{_plan(zero(2))}\nwas given to a pair "
+        f"of\n{_plan(dp())}\n\nSave to a directory and load that: files fit any composition."
     )
 
 
@@ -227,7 +229,9 @@ def metered() -> Iterator[Meter]:
 
 def gather_like_everyone(boosted: Boosted) -> Any:
     """The planted fault: every rank puts every tensor together."""
-    whole = {n: p.full_tensor().cpu() for n, p in boosted.params.items() if hasattr(p, "full_tensor")}
+    whole = {
+        n: p.full_tensor().cpu() for n, p in boosted.params.items() if hasattr(p, "full_tensor")
+    }
     return {"params": whole} if dist.get_rank() == 0 else None
 
 

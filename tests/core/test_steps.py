@@ -14,7 +14,6 @@ from parallax import (
     Boosted,
     DataError,
     ParallaxError,
-    StepError,
     Transform,
     clip,
     compose,
@@ -85,7 +84,9 @@ def mean_of(model: nn.Module, batch: Any, loss_fn: Any) -> Tensor:
     return out[0] / out[1] if isinstance(out, tuple) else out
 
 
-def uneven(transform: Transform, shares: list[int], loss_fn: Any, plant: bool) -> tuple[float, float]:
+def uneven(
+    transform: Transform, shares: list[int], loss_fn: Any, plant: bool
+) -> tuple[float, float]:
     """Error of loss and of parameters after one step on so many rows a rank."""
     boosted, reference = boosted_gpt(transform), gpt()
     batch = toys.tokens(sum(shares), 1)
@@ -105,7 +106,9 @@ def uneven(transform: Transform, shares: list[int], loss_fn: Any, plant: bool) -
 
 @pytest.mark.parametrize("transform", STAGES, ids=repr)
 @pytest.mark.parametrize("loss_fn", [toys.next_token, toys.mean_next_token])
-def test_rows_count_alike_wherever_they_are(transform: Transform, loss_fn: Any, world2: World) -> None:
+def test_rows_count_alike_wherever_they_are(
+    transform: Transform, loss_fn: Any, world2: World
+) -> None:
     for shares in ([3, 3], [5, 1], [4, 0]):
         for loss, params in world2.run(uneven, transform, shares, loss_fn, False):
             assert loss < CLOSE, shares
@@ -304,9 +307,9 @@ def test_rows_that_disagree_are_named() -> None:
     with pytest.raises(DataError) as caught_error:
         rows_of({"x": torch.zeros(3, 2), "y": [torch.zeros(2), torch.zeros(())]})
     assert str(caught_error.value) == (
-        "the first dims of the batch's tensors differ (x: 3, y/0: 2), so it cannot be told how many "
-        "samples this rank holds.\n\nGive every tensor the batch as first dim, or let the loss "
-        "function return the pair (sum, count)."
+        "the first dims of the batch's tensors differ (x: 3, y/0: 2), so it cannot be told how "
+        "many samples this rank holds.\n\nGive every tensor the batch as first dim, or let the "
+        "loss function return the pair (sum, count)."
     )
     assert rows_of({"x": 3, "y": None}) is None
     assert rows_of((torch.zeros(3, 2), torch.zeros(3), "text")) == 3

@@ -197,4 +197,3 @@ def test_two_that_commute_and_two_that_do_not_are_told_apart() -> None:
     run = pool(1).run
     assert run(lambda: differ(doubler("halve", halve), doubler("double", double))) == [False]
     assert run(lambda: differ(doubler("halve", halve), doubler("cap", cap))) == [True]
-

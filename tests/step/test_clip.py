@@ -66,9 +66,10 @@ MIXTURES = [
 def test_the_norm_is_that_of_one_process(
     transform: Transform, max_norm: float, world2: World, world4: World
 ) -> None:
-    small = transform.atoms.keys() <= {"dp()", "zero(1)", "zero(3)", "tp(2)"} and len(
-        transform.atoms
-    ) == 1
+    small = (
+        transform.atoms.keys() <= {"dp()", "zero(1)", "zero(3)", "tp(2)"}
+        and len(transform.atoms) == 1
+    )
     ranks = world2 if small or transform == tp(2, loss_parallel=True) else world4
     norms, params = one_process(max_norm, 3)
     rows = ranks.run(clipped, compose(transform, clip(max_norm)), 3)
@@ -154,11 +155,11 @@ def test_ranks_that_hold_nothing_take_part(world4: World) -> None:
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), True, "1"])
 def test_a_bound_is_a_positive_number(value: Any) -> None:
-    with pytest.raises(ValueError, match="^clip was given") as caught:
+    with pytest.raises(ValueError, match=r"^clip was given") as caught:
         clip(value)
     assert str(caught.value) == (
-        f"clip was given max_norm={value!r}. Give a positive number; to leave gradients as they are, "
-        "leave clip out."
+        f"clip was given max_norm={value!r}. Give a positive number; to leave gradients as they "
+        "are, leave clip out."
     )
 
 

@@ -1,8 +1,9 @@
 """Every transform and every pair of them trains as one process does, on models with awkward parts.
 
-`verify` compares the loss, every gradient and the norm of each step, parameters, buffers and optimizer
-state after the last, and all of it again after saving and loading half-way. Its bounds are measured,
-as `parallax.testing.reference` says: how far rounding of each product moves this model's own numbers.
+`verify` compares the loss, every gradient and the norm of each step, parameters, buffers and
+optimizer state after the last, and all of it again after saving and loading half-way. Its bounds
+are measured, as `parallax.testing.reference` says: how far rounding of each product moves this
+model's own numbers.
 """
 
 from __future__ import annotations
@@ -108,8 +109,14 @@ def test_the_pairs_are_all_that_do_not_conflict() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["tp(4)", "tp(4), clip(0.5)", "dp(2), zero(3), clip(0.5)", "dp(2), tp(2), clip(0.5)"]
-    + ["tp(2), zero(2), bf16, clip(0.5)", "tp(2, loss_parallel=True), zero(3), clip(0.5)"],
+    [
+        "tp(4)",
+        "tp(4), clip(0.5)",
+        "dp(2), zero(3), clip(0.5)",
+        "dp(2), tp(2), clip(0.5)",
+        "tp(2), zero(2), bf16, clip(0.5)",
+        "tp(2, loss_parallel=True), zero(3), clip(0.5)",
+    ],
 )
 def test_larger_compositions(text: str, world4: World) -> None:
     report = verify(
@@ -201,7 +208,14 @@ def one_element_off(name: str, grad: torch.Tensor) -> None:
 def test_a_planted_fault_is_seen_and_named(change: Any) -> None:
     transform = compose(parse("zero(2)"), planted(change))
     report = verify(
-        transform, awkward, toys.momentum, toys.next_token, TEXT, world=pool(2), steps=2, blame=False
+        transform,
+        awkward,
+        toys.momentum,
+        toys.next_token,
+        TEXT,
+        world=pool(2),
+        steps=2,
+        blame=False,
     )
     assert not report.ok
     wrong = {row.quantity for row in report.rows if not row.ok}

@@ -112,7 +112,9 @@ class Probe(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)
+        )
         self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
         self.register_buffer("table", torch.full((4,), 1.001))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -248,11 +250,9 @@ def test_keep_that_matches_nothing_is_named(world2: World) -> None:
     one, other = world2.run(keep_refused)
     assert one == other
     assert one == (
-        "2 faults:\n\n"
-        "1. keep='Conv9d' matches no module with parameters of Linear.\n\n"
-        "Name 'norms', a class or a pattern of module names.\n\n"
-        "2. keep='a.*' matches no module with parameters of Linear.\n\n"
-        "Name 'norms', a class or a pattern of module names."
+        "2 faults:\n\n1. keep='Conv9d' matches no module with parameters of Linear.\n\nName "
+        "'norms', a class or a pattern of module names.\n\n2. keep='a.*' matches no module with "
+        "parameters of Linear.\n\nName 'norms', a class or a pattern of module names."
     )
 
 
@@ -261,7 +261,9 @@ class Normalised(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

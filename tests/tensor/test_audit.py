@@ -88,18 +88,16 @@ def test_a_missing_rowwise_is_named(more: tuple[Transform, ...], world2: World) 
     assert kind == "RuleError"
     head, _, rest = text.partition(" by ")
     number, _, tail = rest.partition(" of its size")
-    assert head == (
-        "the output of Halved (tensor 0) differs between the ranks of a tensor group"
-    )
+    assert head == ("the output of Halved (tensor 0) differs between the ranks of a tensor group")
     assert 0.01 < float(number) < 10
     assert tail == (
-        ": the rules leave an activation cut.\n\nEnd every column-cut path with a rowwise module, or "
-        "gather it: colwise_gather_output."
+        ": the rules leave an activation cut.\n\nEnd every column-cut path with a rowwise module, "
+        "or gather it: colwise_gather_output."
     )
 
 
 class Halved(Gate):
-    """Its output is a mean over what each rank holds, so that a missing rowwise changes no shape."""
+    """Its output is a maximum over heads, so that a missing rowwise changes no shape."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.up(x).unflatten(-1, (-1, 4))).square().amax(dim=-2)
@@ -186,7 +184,9 @@ def test_inputs_inside_a_dictionary_are_compared(world2: World) -> None:
 def no_rows() -> tuple[str, str]:
     torch.manual_seed(0)
     model = Gate()
-    boosted = compose(tp(2, rules=RULES), zero(2))(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    boosted = compose(tp(2, rules=RULES), zero(2))(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     batch = torch.ones(1, 4)
     return caught(
         lambda: boosted.train_step(lambda m, x: m(x).square().mean(), boosted.shard(batch))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -12,7 +11,9 @@ from parallax.core.patterns import matches, nearest
 from parallax.tensor.rules import resolve, size_faults
 from parallax.testing import toys
 
-segments = st.lists(st.sampled_from(["blocks", "attn", "0", "17", "q_proj"]), min_size=1, max_size=4)
+segments = st.lists(
+    st.sampled_from(["blocks", "attn", "0", "17", "q_proj"]), min_size=1, max_size=4
+)
 
 
 @given(segments)
@@ -41,7 +42,9 @@ def test_nearest_names_count_numbers_once() -> None:
 
 
 def found(model: nn.Module, rules: dict[str, str] | None) -> dict[str, str]:
-    styles, faults = resolve(model, tuple(rules.items()) if rules is not None else None, Names.of(model))
+    styles, faults = resolve(
+        model, tuple(rules.items()) if rules is not None else None, Names.of(model)
+    )
     assert not faults, faults
     return styles
 
@@ -80,20 +83,28 @@ def test_rules_that_agree_may_overlap() -> None:
 
 def test_rules_that_disagree_are_named() -> None:
     assert faults_of(toys.Mlp(), {"layers.*": "rowwise", "layers.0": "colwise"}) == [
-        "two rules match layers.0: 'rowwise' and 'colwise' (by 'layers.0').\n\n"
-        "Make the patterns disjoint."
+        (
+            "two rules match layers.0: 'rowwise' and 'colwise' (by 'layers.0').\n\n"
+            "Make the patterns disjoint."
+        )
     ]
 
 
 def test_a_style_of_another_kind_of_module_is_named() -> None:
     rules = {"embed": "rowwise_split_input", "head": "embedding_rowwise", "norm": "colwise"}
     assert faults_of(toys.Gpt(), rules) == [
-        "the style 'rowwise_split_input' was asked for embed, which is a Embedding.\n\n"
-        "It cuts modules of the kind Linear.",
-        "the style 'embedding_rowwise' was asked for head, which is a Linear.\n\n"
-        "It cuts modules of the kind Embedding.",
-        "the style 'colwise' was asked for norm, which is a LayerNorm.\n\n"
-        "It cuts modules of the kind Linear or Embedding.",
+        (
+            "the style 'rowwise_split_input' was asked for embed, which is a Embedding.\n\n"
+            "It cuts modules of the kind Linear."
+        ),
+        (
+            "the style 'embedding_rowwise' was asked for head, which is a Linear.\n\n"
+            "It cuts modules of the kind Embedding."
+        ),
+        (
+            "the style 'colwise' was asked for norm, which is a LayerNorm.\n\n"
+            "It cuts modules of the kind Linear or Embedding."
+        ),
     ]
 
 

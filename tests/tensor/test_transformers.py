@@ -50,7 +50,9 @@ def loss(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("model_fn", [llama, tied_llama, qwen3])
 @pytest.mark.parametrize("text", ["tp(2)", "tp(2), zero(3), clip(0.5)", "tp(2), zero(2), bf16"])
-def test_models_train_like_one_process(text: str, model_fn: Any, world2: World, world4: World) -> None:
+def test_models_train_like_one_process(
+    text: str, model_fn: Any, world2: World, world4: World
+) -> None:
     report = verify(
         parse(text),
         model_fn,

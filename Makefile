@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 PIP := $(BIN)/python -m pip install --constraint constraints.txt
 
-.PHONY: train test lint format docs clean
+.PHONY: train test lint format docs clean soak
 
 train: $(STAMP)
 	$(BIN)/python -m parallax train $(ARGS)
@@ -43,3 +43,7 @@ $(STAMP): pyproject.toml constraints.txt
 $(DOCS_STAMP): $(STAMP)
 	$(PIP) --editable '.[docs]'
 	touch $@
+
+# Hours: draws thousands of compositions and writes the composability matrix.
+soak: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m parallax.testing.soak --out docs/composability.md $(ARGS)

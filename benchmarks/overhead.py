@@ -1,8 +1,8 @@
 """What parallax costs over the same thing written by hand.
 
 Claim: a step of `compose(zero(2), bf16)` takes at most 1.03 x a step of a loop written with
-`fully_shard`, on the same model, optimizer and data. Both live in the same processes and take turns,
-so that a noisy machine disturbs both alike; medians of single steps are compared.
+`fully_shard`, on the same model, optimizer and data. Both live in the same processes and take
+turns, so that a noisy machine disturbs both alike; medians of single steps are compared.
 
     python benchmarks/overhead.py                      # 2 ranks, gloo on CPUs, NCCL on GPUs
     python benchmarks/overhead.py --size 1b --seq 4096 --batch 4 --vocabulary 32768   # two GPUs

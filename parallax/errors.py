@@ -1,7 +1,8 @@
 """The errors parallax raises: what was asked, what was found, what to do.
 
-Every error is a `ParallaxError`, which is a `ValueError`: the call did nothing, the arguments or the
-surroundings have to change. Errors that concern a whole world carry the same text on every rank.
+Every error is a `ParallaxError`, which is a `ValueError`: the call did nothing, the arguments or
+the surroundings have to change. Errors that concern a whole world carry the same text on every
+rank.
 """
 
 from __future__ import annotations

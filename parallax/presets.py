@@ -75,8 +75,8 @@ def hybrid(
     """
     if reduce is not None and compute is None:
         raise ValueError(
-            f"hybrid was given reduce={reduce!r} without compute. Say both: compute='fp32' keeps full "
-            "precision and reduces in another dtype."
+            f"hybrid was given reduce={reduce!r} without compute. Say both: compute='fp32' keeps "
+            "full precision and reduces in another dtype."
         )
     parts = [dp() if stage == 0 else zero(stage)]
     if stage and replicas != 1:

@@ -29,7 +29,8 @@ class Feed(DataLoader[Any]):
     Attributes:
         latest: The feed of this process that yielded last.
         mesh: The mesh whose data axes share the batches.
-        uneven: Whether some batch may hold different numbers of samples on different data ranks; the
+        uneven: Whether some batch may hold different numbers of samples on different data ranks;
+        the
             same on every rank.
         rows: Samples of this rank in the batch that was yielded last.
     """
@@ -40,7 +41,9 @@ class Feed(DataLoader[Any]):
 
     def __init__(self, part: DataLoader[Any], mesh: DeviceMesh) -> None:
         batches = part.batch_sampler
-        what: dict[str, Any] = {"batch_size": None} if batches is None else {"batch_sampler": batches}
+        what: dict[str, Any] = (
+            {"batch_size": None} if batches is None else {"batch_sampler": batches}
+        )
         super().__init__(
             part.dataset,
             collate_fn=part.collate_fn,
@@ -91,8 +94,8 @@ class Feed(DataLoader[Any]):
             raise StepError(
                 f"the loader's batches hold {' or '.join(map(str, sorted(self._seen)))} samples on "
                 f"this rank, and the model ran on tensors whose first dims are {shown}. The last "
-                "batch holds different numbers on different ranks, so the loss must be weighed, and "
-                "it cannot be told by what.\n\nSay how many samples the loss is the mean of: "
+                "batch holds different numbers on different ranks, so the loss must be weighed, "
+                "and it cannot be told by what.\n\nSay how many samples the loss is the mean of: "
                 "booster.backward(loss, optimizer, rows=...); or leave the short batch out with "
                 "drop_last=True."
             )
@@ -130,8 +133,8 @@ def feed_of(
 def rebuilt(given: DataLoader[Any], mesh: DeviceMesh) -> Feed:
     """Make a feed of the same dataset and global batches as a plain loader; collective.
 
-    The plain loader's batches are the global ones, as they would be in one process. A shuffled order
-    is drawn from the seed of its generator, or of torch's on rank 0 when it has none.
+    The plain loader's batches are the global ones, as they would be in one process. A shuffled
+    order is drawn from the seed of its generator, or of torch's on rank 0 when it has none.
 
     Raises:
         DataError: `rebuilding_fault` finds one, or the batches do not divide by the data ranks.
@@ -160,7 +163,8 @@ def rebuilding_fault(given: object) -> DataError | None:
     """Why no feed can be made of what was passed as dataloader; None when one can."""
     if type(given) is not DataLoader:
         return _fault(
-            f"a {type(given).__module__}.{type(given).__qualname__}, whose order parallax does not know"
+            f"a {type(given).__module__}.{type(given).__qualname__}, whose order parallax does not "
+            "know"
         )
     if given.batch_size is None:
         kind = type(given.batch_sampler).__name__

@@ -1,7 +1,8 @@
 """Knobs of the plugins that change nothing here, with the reason: not needed, or not there yet.
 
 A knob at its default is taken. So is a value that asks for what happens anyway. Any other value is
-refused with the reason, since a knob that is taken and ignored trains something else than was asked.
+refused with the reason, since a knob that is taken and ignored trains something else than was
+asked.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ _OVERLAP = "gathers and reductions always overlap with computation where the dev
 _CHUNK = "parameters are sharded tensor by tensor with FSDP2, so there are no chunks"
 _AUTO = "only static placement is there yet"
 _KERNELS = (
-    "modules are not replaced here: torch's scaled_dot_product_attention and layer_norm choose their "
-    "kernels themselves"
+    "modules are not replaced here: torch's scaled_dot_product_attention and layer_norm choose "
+    "their kernels themselves"
 )
 _SEQUENCE = "sequence parallelism is"
 _PIPELINES = "pipelines are"
@@ -128,9 +129,13 @@ _REDUCER = {
         "global batch",
     ),
     "find_unused_parameters": Knob(False, "unused parameters are always found", also=(True,)),
-    "check_reduction": Knob(False, "a step with gradients that were not reduced is always an error"),
+    "check_reduction": Knob(
+        False, "a step with gradients that were not reduced is always an error"
+    ),
     "gradient_as_bucket_view": Knob(False, _BUCKET),
-    "static_graph": Knob(False, "nothing is learned from the first steps that a static graph would fix"),
+    "static_graph": Knob(
+        False, "nothing is learned from the first steps that a static graph would fix"
+    ),
 }
 
 DDP: Mapping[str, Knob] = {

@@ -23,12 +23,17 @@ from parallax.booster.knobs import (
     Knob,
     faults_of,
 )
+from parallax.booster.precision import (
+    DTYPES,
+    policy_faults,
+    precision_faults,
+    reduction_faults,
+)
 from parallax.booster.preset import Preset
 from parallax.core.transform import Transform
 from parallax.errors import ParallaxError, raise_all
 from parallax.store.facts import Dtype
 
-_DTYPES: dict[object, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _STRATEGIES = {None: 3, "FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
 
 
@@ -59,7 +64,8 @@ def TorchFSDPPlugin(  # noqa: N802
     Args:
         sharding_strategy: torch's `ShardingStrategy` or its name: FULL_SHARD is `zero(3)`,
             SHARD_GRAD_OP `zero(2)`, NO_SHARD `dp()`.
-        mixed_precision: torch's `MixedPrecision`: `param_dtype` is the compute dtype, `reduce_dtype`
+        mixed_precision: torch's `MixedPrecision`: `param_dtype` is the compute dtype,
+        `reduce_dtype`
             that of the gradient sum (`param_dtype` when unsaid, as in torch).
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
 
@@ -76,16 +82,16 @@ def TorchFSDPPlugin(  # noqa: N802
     if strategy not in _STRATEGIES:
         faults.append(
             ParallaxError(
-                f"{who} was given sharding_strategy={strategy!r}, whose groups are those of the hosts."
-                "\n\nSay how many copies there are: Booster(plugin=presets.hybrid(stage=3, "
+                f"{who} was given sharding_strategy={strategy!r}, whose groups are those of the "
+                "hosts.\n\nSay how many copies there are: Booster(plugin=presets.hybrid(stage=3, "
                 "replicas=2)), or use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."
             )
         )
     compute = reduce = None
     if mixed_precision is not None:
-        faults += _policy_faults(who, mixed_precision)
-        compute = _DTYPES.get(mixed_precision.param_dtype or torch.float32)
-        reduce = _DTYPES.get(mixed_precision.reduce_dtype, compute)
+        faults += policy_faults(who, mixed_precision)
+        compute = DTYPES.get(mixed_precision.param_dtype or torch.float32)
+        reduce = DTYPES.get(mixed_precision.reduce_dtype, compute)
     raise_all(faults)
     stage = cast(Literal[0, 2, 3], _STRATEGIES[strategy])
     return _preset(presets.hybrid(stage=stage, compute=compute, reduce=reduce))
@@ -104,10 +110,13 @@ def LowLevelZeroPlugin(  # noqa: N802
 
     Args:
         stage: 1 or 2.
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one of
+        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
+        of
             these must be given.
-        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they are.
-        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient sum.
+        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
+        are.
+        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
+        sum.
         extra_dp_size: Copies of each shard: `dp(extra_dp_size)`.
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
 
@@ -119,13 +128,13 @@ def LowLevelZeroPlugin(  # noqa: N802
         compose(bf16, clip(1.0), zero(2))
     """
     who = "LowLevelZeroPlugin"
-    faults = [*_precision_faults(who, precision), *faults_of(who, knobs, ZERO)]
-    faults += _reduction_faults(who, communication_dtype)
+    faults = [*precision_faults(who, precision), *faults_of(who, knobs, ZERO)]
+    faults += reduction_faults(who, communication_dtype)
     if stage not in (1, 2):
         faults.append(
             ParallaxError(
-                f"{who} was given stage={stage!r}, and it knows 1 and 2.\n\nFor sharded parameters use "
-                "GeminiPlugin(precision='bf16') or Booster(plugin=zero(3))."
+                f"{who} was given stage={stage!r}, and it knows 1 and 2.\n\nFor sharded parameters "
+                "use GeminiPlugin(precision='bf16') or Booster(plugin=zero(3))."
             )
         )
     raise_all(faults)
@@ -134,7 +143,7 @@ def LowLevelZeroPlugin(  # noqa: N802
             stage=cast(Literal[1, 2], stage),
             replicas=extra_dp_size,
             compute=cast(Dtype, precision),
-            reduce=_DTYPES.get(communication_dtype),
+            reduce=DTYPES.get(communication_dtype),
             max_norm=max_norm,
         )
     )
@@ -152,10 +161,12 @@ def GeminiPlugin(  # noqa: N802
     """Parameters, gradients and optimizer state sharded over the data ranks: `zero(3)`.
 
     Args:
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one of
+        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
+        of
             these must be given.
         shard_param_frac: 1.0 shards all parameters (`zero(3)`), 0.0 none (`zero(2)`).
-        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they are.
+        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
+        are.
         tp_size: Ranks that cut the layers, by the model's own `tp_plan`: `tp(tp_size)`.
         extra_dp_size: Copies of each shard: `dp(extra_dp_size)`.
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
@@ -168,12 +179,12 @@ def GeminiPlugin(  # noqa: N802
         compose(bf16, tp(2), zero(3))
     """
     who = "GeminiPlugin"
-    faults = [*_precision_faults(who, precision), *faults_of(who, knobs, GEMINI)]
+    faults = [*precision_faults(who, precision), *faults_of(who, knobs, GEMINI)]
     if shard_param_frac not in (0.0, 1.0):
         faults.append(
             ParallaxError(
-                f"{who} was given shard_param_frac={shard_param_frac!r}, and sharding a fraction of "
-                "the parameters is not there yet.\n\nUse 1.0 (all) or 0.0 (none)."
+                f"{who} was given shard_param_frac={shard_param_frac!r}, and sharding a fraction "
+                "of the parameters is not there yet.\n\nUse 1.0 (all) or 0.0 (none)."
             )
         )
     raise_all(faults)
@@ -204,11 +215,14 @@ def HybridParallelPlugin(  # noqa: N802
     Args:
         tp_size: Ranks that share one batch and cut the layers.
         pp_size: Pipeline stages; 1, until pipelines are there.
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one of
+        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
+        of
             these must be given.
         zero_stage: 0 (`dp()`), 1 or 2 (`zero(zero_stage)`).
-        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they are.
-        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient sum.
+        max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
+        are.
+        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
+        sum.
         custom_policy: How modules are cut, as rules of `tp`: style by name pattern. None takes the
             model's own `tp_plan`.
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
@@ -255,7 +269,8 @@ def MoeHybridParallelPlugin(  # noqa: N802
         precision: `"bf16"` or `"fp32"`.
         zero_stage: 0 (`dp()`), 1 or 2 (`zero(zero_stage)`).
         max_norm: Bound on the global gradient norm; 0 leaves gradients as they are.
-        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient sum.
+        communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
+        sum.
         custom_policy: How modules are cut, as rules of `tp`.
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
 
@@ -305,22 +320,22 @@ def _hybrid(
         )
         # What belongs to pipelines is the same fault once more.
         knobs = {name: value for name, value in knobs.items() if name not in PIPELINE}
-    faults += _precision_faults(who, precision)
+    faults += precision_faults(who, precision)
     faults += faults_of(who, knobs, known)
-    faults += _reduction_faults(who, communication_dtype)
+    faults += reduction_faults(who, communication_dtype)
     if zero_stage not in (0, 1, 2):
         faults.append(
             ParallaxError(
-                f"{who} was given zero_stage={zero_stage!r}, and it knows 0, 1 and 2.\n\nFor sharded "
-                "parameters use GeminiPlugin(tp_size=..., precision='bf16')."
+                f"{who} was given zero_stage={zero_stage!r}, and it knows 0, 1 and 2.\n\nFor "
+                "sharded parameters use GeminiPlugin(tp_size=..., precision='bf16')."
             )
         )
     if custom_policy is not None and not isinstance(custom_policy, Mapping):
         faults.append(
             ParallaxError(
-                f"{who} was given custom_policy={custom_policy!r}, and modules are cut by rules.\n\n"
-                "Give a mapping of name patterns to styles, for instance {'blocks.*.up': 'colwise', "
-                "'blocks.*.down': 'rowwise'}; see parallax.tp."
+                f"{who} was given custom_policy={custom_policy!r}, and modules are cut by "
+                "rules.\n\nGive a mapping of name patterns to styles, for instance "
+                "{'blocks.*.up': 'colwise', 'blocks.*.down': 'rowwise'}; see parallax.tp."
             )
         )
     raise_all(faults)
@@ -330,7 +345,7 @@ def _hybrid(
             tensor=tp_size,
             rules=custom_policy,
             compute=cast(Dtype, precision),
-            reduce=_DTYPES.get(communication_dtype),
+            reduce=DTYPES.get(communication_dtype),
             max_norm=max_norm,
         )
     )
@@ -338,54 +353,3 @@ def _hybrid(
 
 def _preset(transform: Transform) -> Preset:
     return Preset(transform.claims)
-
-
-def _precision_faults(who: str, precision: str) -> list[ParallaxError]:
-    if precision == "fp16":
-        return [
-            ParallaxError(
-                f"{who} computes in fp16 unless told otherwise, and fp16 with its loss scale is not "
-                "there yet.\n\nSay precision='bf16' (float32 masters, no loss scale) or "
-                "precision='fp32'."
-            )
-        ]
-    if precision not in ("bf16", "fp32"):
-        return [
-            ParallaxError(
-                f"{who} was given precision={precision!r}.\n\nSay precision='bf16' or precision='fp32'."
-            )
-        ]
-    return []
-
-
-def _reduction_faults(who: str, dtype: torch.dtype | None) -> list[ParallaxError]:
-    if dtype is None or dtype in _DTYPES:
-        return []
-    return [
-        ParallaxError(
-            f"{who} was given communication_dtype={dtype!r}, and gradients are summed in float32 or "
-            "bfloat16.\n\nUse torch.float32 (what None means) or torch.bfloat16."
-        )
-    ]
-
-
-def _policy_faults(who: str, policy: Any) -> list[ParallaxError]:
-    faults = []
-    for name in ("param_dtype", "reduce_dtype"):
-        dtype = getattr(policy, name)
-        if dtype is not None and dtype not in _DTYPES:
-            faults.append(
-                ParallaxError(
-                    f"{who} was given a mixed_precision with {name}={dtype!r}, and computing and "
-                    "reducing in float32 and bfloat16 is all that is there yet.\n\nUse torch.bfloat16."
-                )
-            )
-    if policy.buffer_dtype is not None:
-        faults.append(
-            ParallaxError(
-                f"{who} was given a mixed_precision with buffer_dtype={policy.buffer_dtype!r}, and "
-                "buffers keep their dtype.\n\nLeave buffer_dtype out, or convert the buffers in the "
-                "model."
-            )
-        )
-    return faults

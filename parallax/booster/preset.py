@@ -51,8 +51,8 @@ class Preset(Transform):
                 over the ranks like the others', and `Booster.backward` weighs them.
             pin_memory: As in torch.
             num_workers: As in torch.
-            distributed_sampler_cls: Refused unless None: what each rank reads follows from the mesh.
-            **options: Further arguments of `torch.utils.data.DataLoader`.
+            distributed_sampler_cls: Refused unless None: what each rank reads follows from the
+            mesh. **options: Further arguments of `torch.utils.data.DataLoader`.
 
         Returns:
             A DataLoader that yields this rank's part of each global batch.
@@ -63,9 +63,10 @@ class Preset(Transform):
         """
         if distributed_sampler_cls is not None:
             raise DataError(
-                f"prepare_dataloader was given distributed_sampler_cls={distributed_sampler_cls!r}, "
-                "and what each rank reads follows from the mesh.\n\nLeave it out and use shuffle= and "
-                "seed=; loader.batch_sampler.set_epoch(n, skip=k) continues within an epoch."
+                "prepare_dataloader was given "
+                f"distributed_sampler_cls={distributed_sampler_cls!r}, and what each rank reads "
+                "follows from the mesh.\n\nLeave it out and use shuffle= and seed=; "
+                "loader.batch_sampler.set_epoch(n, skip=k) continues within an epoch."
             )
         mesh = mesh_for(self)
         ranks = mesh["data_replicate"].size() * mesh["data_shard"].size()

@@ -151,9 +151,7 @@ def _nothing_there(directory: Path) -> str:
     else:
         files = sorted(p.name for p in directory.iterdir())[:6]
         found = f"the directory holds no {INDEX} but {', '.join(files) or 'nothing'}"
-    return (
-        f"no checkpoint at {directory}: {found}.\n\nGive the directory that boosted.save wrote."
-    )
+    return f"no checkpoint at {directory}: {found}.\n\nGive the directory that boosted.save wrote."
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

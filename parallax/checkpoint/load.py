@@ -63,7 +63,9 @@ def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -
             continue
         here = {f"{kind}/{name}": t for name, t in boosted.leaves(kind).items()}
         saved = {key for key in index.tensors if key.startswith(f"{kind}/")}
-        faults += [f"{key[len(kind) + 1 :]} is in the model only" for key in here if key not in saved]
+        faults += [
+            f"{key[len(kind) + 1 :]} is in the model only" for key in here if key not in saved
+        ]
         faults += [f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in saved - set(here)]
         faults += [
             f"{key[len(kind) + 1 :]} has shape {index.tensors[key].shape} in the checkpoint and "
@@ -124,7 +126,8 @@ def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[
         parameter = params[name]
         shaped = entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
         block = reader.block(key, entry, box(parameter) if shaped else _all(entry))
-        # The step count lives on the CPU unless a kernel reads it; everything else with its parameter.
+        # The step count lives on the CPU unless a kernel reads it; everything else with its
+        # parameter.
         on_cpu = slot == "step" and id(parameter) not in counts
         block = block if on_cpu else block.to(local(parameter).device)
         moments.setdefault(name, {})[slot] = like(block, parameter) if shaped else block
@@ -162,7 +165,9 @@ class _Reader:
         """One block of a tensor, put together from the parts that meet it."""
         dtype = getattr(torch, entry.dtype, None)
         if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{key} has the dtype {entry.dtype!r}, which torch does not know.")
+            raise CheckpointError(
+                f"{key} has the dtype {entry.dtype!r}, which torch does not know."
+            )
         out = torch.empty(wanted.lengths, dtype=dtype)
         read = 0
         for part in entry.parts:

@@ -1,1 +1,3 @@
-"""The algebra: facts, rewrites, transforms, plans and the boosted pair. No parallelism lives here."""
+"""The algebra: facts, rewrites, transforms, plans and the boosted pair. No parallelism lives
+here.
+"""

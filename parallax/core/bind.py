@@ -4,8 +4,8 @@
 tensors. Binding re-points it by original name, in place: groups, their settings, hooks and attached
 schedulers stay, and state from earlier steps is cut up as its parameter was.
 
-The optimizer shows the model's own parameters in `param_groups` and `state` (DTensors where they are
-sharded), and runs its step on the ranks' local parts: no DTensor dispatch, and parameters on
+The optimizer shows the model's own parameters in `param_groups` and `state` (DTensors where they
+are sharded), and runs its step on the ranks' local parts: no DTensor dispatch, and parameters on
 different meshes, or on none, may share a group (foreach kernels refuse such a mixture).
 """
 
@@ -188,7 +188,9 @@ def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
 
 
 def _held_aside(optimizer: Optimizer) -> Iterable[OptimizerError]:
-    """Parameters that an optimizer keeps outside its groups, where re-pointing cannot reach them."""
+    """Parameters that an optimizer keeps outside its groups, where re-pointing cannot reach
+    them.
+    """
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
@@ -294,8 +296,8 @@ def _cut(value: Any, parameter: nn.Parameter) -> Any:
     if value.ndim == 0 or value.shape != parameter.shape:
         return value
     part = local(parameter)
-    # Moments keep their own dtype: a model stored in bf16 has its masters, and so its state, in fp32
-    # from here on only if the state is converted with it.
+    # Moments keep their own dtype: a model stored in bf16 has its masters, and so its state, in
+    # fp32 from here on only if the state is converted with it.
     dtype = part.dtype if value.is_floating_point() else value.dtype
     mine = value[box(parameter).index].to(device=part.device, dtype=dtype, copy=True)
     return like(mine.contiguous(), parameter)
@@ -304,7 +306,9 @@ def _cut(value: Any, parameter: nn.Parameter) -> Any:
 def _build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     optimizer = draft.optimizer
     assert optimizer is not None, "BIND is only part of a plan with an optimizer"
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
+    sharded = any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    )
     whole = sharded and getattr(optimizer, "supports_dtensor", False)
     binding = Binding(optimizer, whole=bool(whole))
     return draft._replace(update=binding.step), Room(notes={"binding": binding})

@@ -45,7 +45,9 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     if optimizer is not None:
         plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
     mesh = mesh_of(plan)
-    draft = Draft((model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, nullcontext)
+    draft = Draft(
+        (model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, nullcontext
+    )
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
     _raise_together(statement, faults, transform)
@@ -176,8 +178,9 @@ def _share_randomness(mesh: Any) -> None:
 
 
 def _install(optimizer: Optimizer, boosted: Boosted) -> None:
-    """Make `optimizer.step()` and `zero_grad()` mean the composed update, for hand-written loops."""
-
+    """Make `optimizer.step()` and `zero_grad()` mean the composed update, for hand-written
+    loops.
+    """
     draft, binding = boosted._draft, boosted.rooms[BIND.name].notes["binding"]
     inner = needs_closure(optimizer)
 

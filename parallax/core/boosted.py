@@ -21,15 +21,15 @@ from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import local
 from parallax.core.step import read_loss, rows_of, to_device, weigh
-from parallax.errors import CheckpointError, DataError, StepError
+from parallax.errors import CheckpointError, StepError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 Kind = Literal["params", "buffers", "moments", "rooms", "step"]
 
-# Verbs of the pair that rooms carry out. The pair knows their addresses and nothing else of them, as a
-# transform knows its rewrites': core imports no room.
+# Verbs of the pair that rooms carry out. The pair knows their addresses and nothing else of them,
+# as a transform knows its rewrites': core imports no room.
 LOADER = Late("parallax.data:loader")
 SAVE = Late("parallax.checkpoint:save")
 LOAD_ = Late("parallax.checkpoint:load_")
@@ -53,10 +53,10 @@ class Handle:
 class Boosted:
     """A rewritten model/optimizer pair. Made by calling a transform.
 
-    A tree of optree's namespace `"parallax"` with the leaves `params`, `buffers`, `moments`, `rooms`
-    and `step`, which are exactly what a checkpoint holds; they are read when the tree is flattened,
-    so they are always current. `optree.tree_map(torch.clone, boosted, namespace="parallax")` is a
-    snapshot; `boosted.load_(snapshot)` writes it back.
+    A tree of optree's namespace `"parallax"` with the leaves `params`, `buffers`, `moments`,
+    `rooms` and `step`, which are exactly what a checkpoint holds; they are read when the tree is
+    flattened, so they are always current. `optree.tree_map(torch.clone, boosted,
+    namespace="parallax")` is a snapshot; `boosted.load_(snapshot)` writes it back.
 
     Attributes:
         model: The model, rewritten in place. Call it as before.
@@ -100,7 +100,8 @@ class Boosted:
     @property
     def grad_norm(self) -> Tensor | None:
         """The global gradient norm of the last update, before clipping; None unless `clip` is
-        composed and a step was made. Reading it does not synchronise; `.item()` does."""
+        composed and a step was made. Reading it does not synchronise; `.item()` does.
+        """
         room = self.rooms.get("clip")
         return None if room is None else room.notes.get("norm")
 
@@ -114,7 +115,8 @@ class Boosted:
                 pair `(sum, count)`. With a mean, ranks count by their number of samples (the first
                 dim of the batch's tensors). With a pair, the global sum over the global count is
                 minimised, exactly, whatever the counts are.
-            batch: This rank's part of the global batch: what `loader` yields or `shard` returns. Its
+            batch: This rank's part of the global batch: what `loader` yields or `shard` returns.
+            Its
                 tensors are moved to this rank's device.
 
         Returns:
@@ -180,7 +182,8 @@ class Boosted:
                 module.training = True
 
     def context(self) -> AbstractContextManager[Any]:
-        """What must surround the loss function in a hand-written loop; in most compositions nothing.
+        """What must surround the loss function in a hand-written loop; in most compositions
+        nothing.
 
         `train_step` and `eval_step` enter it themselves. `tp(n, loss_parallel=True)` needs it:
         `with boosted.context(): loss = loss_fn(boosted.model, batch); boosted.backward(loss)`.
@@ -248,7 +251,9 @@ class Boosted:
         drop_last: bool = False,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A loader that yields this rank's part of each global batch; see `parallax.data.loader`."""
+        """A loader that yields this rank's part of each global batch; see
+        `parallax.data.loader`.
+        """
         return LOADER(
             self.mesh,
             dataset,
@@ -307,7 +312,8 @@ class Boosted:
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the whole training state; every rank writes its own part. See
-        `parallax.checkpoint.save`."""
+        `parallax.checkpoint.save`.
+        """
         self._live("save")
         SAVE(self, directory)
 
@@ -356,7 +362,7 @@ class Boosted:
             return self._step
         state = self.optimizer.state if self.optimizer is not None else {}
         named = names.parameters_of(*parts)
-        return {name: dict(state[p]) for name, p in named.items() if p in state and state[p]}
+        return {name: dict(state[p]) for name, p in named.items() if state.get(p)}
 
     def _live(self, verb: str) -> None:
         if self._frozen is not None:

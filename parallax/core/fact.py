@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 from parallax.errors import ConflictError
 
@@ -37,7 +37,7 @@ class Fact:
         pairs = ((f.name, getattr(self, f.name)) for f in fields(self))
         return {name: value for name, value in pairs if value is not None}
 
-    def without(self: F, names: Iterable[str]) -> F:
+    def without(self, names: Iterable[str]) -> Self:
         """The same fact with these fields unsaid."""
         return replace(self, **dict.fromkeys(names))
 
@@ -92,9 +92,7 @@ def join(claims: Iterable[Claim]) -> dict[type[Fact], Fact]:
         raise ConflictError(_dispute_text(disputes))
     kinds = sorted({kind for kind, _ in said}, key=lambda kind: kind.__qualname__)
     return {
-        kind: kind(
-            **{f.name: next(iter(said.get((kind, f.name), {})), None) for f in fields(kind)}
-        )
+        kind: kind(**{f.name: next(iter(said.get((kind, f.name), {})), None) for f in fields(kind)})
         for kind in kinds
     }
 
@@ -110,5 +108,7 @@ def _dispute_text(disputes: dict[tuple[type[Fact], str], dict[Any, set[str]]]) -
         stated = " and ".join(f"{by} says {value!r}" for by, value in parties)
         lines.append(f"{kind.__name__}.{name}: {stated}.")
     names = sorted(spoken)
-    remedy = f"Keep one of {', '.join(names)}; to overrule on purpose: override({names[0]}, {names[1]})."
+    remedy = (
+        f"Keep one of {', '.join(names)}; to overrule on purpose: override({names[0]}, {names[1]})."
+    )
     return "the transforms disagree. " + " ".join(lines) + f"\n\n{remedy}"

@@ -11,8 +11,8 @@ from typing import Any
 class Late:
     """A function by its address, so that stating a composition does not import what carries it out.
 
-    DTensor and FSDP2 bring sympy and much else: half of torch's own import time, which a program that
-    only plans, parses or prints compositions need not pay.
+    DTensor and FSDP2 bring sympy and much else: half of torch's own import time, which a program
+    that only plans, parses or prints compositions need not pay.
 
     Attributes:
         path: `"module:function"`.

@@ -71,13 +71,17 @@ class Names:
         Raises:
             RenameError: A name disappeared, appeared or was untied where the phase does not allow.
         """
-        now = {name: p for part in parts for name, p in part.named_parameters(remove_duplicate=False)}
+        now = {
+            name: p for part in parts for name, p in part.named_parameters(remove_duplicate=False)
+        }
         known = set(self.parameters) | {name for name, _ in self.ties}
         lost = sorted(known - set(now)) if phase is not Phase.SPLIT else []
         gained = sorted(set(now) - known) if phase is not Phase.SURGERY else []
         if lost or gained:
             what = "; ".join(
-                f"{verb} {_some(names)}" for verb, names in (("lost", lost), ("new", gained)) if names
+                f"{verb} {_some(names)}"
+                for verb, names in (("lost", lost), ("new", gained))
+                if names
             )
             raise RenameError(
                 f"the rewrite {rewrite} must keep every parameter's original full name, and changed "

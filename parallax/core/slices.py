@@ -34,9 +34,7 @@ class Box(NamedTuple):
                 self.offsets, self.lengths, other.offsets, other.lengths, strict=True
             )
         ]
-        return Box(
-            tuple(starts), tuple(max(0, e - s) for s, e in zip(starts, ends, strict=True))
-        )
+        return Box(tuple(starts), tuple(max(0, e - s) for s, e in zip(starts, ends, strict=True)))
 
     def within(self, outer: Box) -> tuple[slice, ...]:
         """Index of this block inside the block `outer`."""
@@ -65,9 +63,9 @@ def boxes(tensor: DTensor) -> dict[int, Box]:
 
 
 def _box(tensor: DTensor, coordinate: Sequence[int]) -> Box:
-    # A fully_shard parameter that was tensor-sharded first carries a strided placement: the data axis
-    # cuts the block that the tensor axis left. So strided placements are applied last, which makes
-    # every rank's part one contiguous block.
+    # A fully_shard parameter that was tensor-sharded first carries a strided placement: the data
+    # axis cuts the block that the tensor axis left. So strided placements are applied last, which
+    # makes every rank's part one contiguous block.
     offsets, lengths = [0] * tensor.ndim, list(tensor.shape)
     cuts = [(p, coordinate[i], tensor.device_mesh.size(i)) for i, p in enumerate(tensor.placements)]
     cuts = [cut for cut in cuts if hasattr(cut[0], "dim")]

@@ -19,7 +19,9 @@ def spell(name: str, *args: Any, **options: Any) -> str:
 
 def degree_fault(name: str, degree: Any) -> None:
     """Raise unless a degree is None or a positive whole number."""
-    good = degree is None or (isinstance(degree, int) and not isinstance(degree, bool) and degree > 0)
+    good = degree is None or (
+        isinstance(degree, int) and not isinstance(degree, bool) and degree > 0
+    )
     if not good:
         raise ValueError(
             f"{name} was given the degree {degree!r}. A degree is a whole number of ranks, 1 or more, "

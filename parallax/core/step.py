@@ -43,7 +43,9 @@ def rows_of(batch: Any) -> int | None:
 def tensor_rows(batch: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a batch that have a first dim, with their paths."""
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)  # transformers' BatchEncoding is a UserDict, which optree takes as a leaf
+        batch = dict(
+            batch
+        )  # transformers' BatchEncoding is a UserDict, which optree takes as a leaf
     paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
     rows = zip(paths, leaves, strict=True)
     return [("/".join(map(str, p)), x) for p, x in rows if isinstance(x, Tensor) and x.ndim]

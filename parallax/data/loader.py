@@ -1,8 +1,8 @@
 """A torch DataLoader that yields each data rank its part of one global batch.
 
-The global batches depend on the dataset, the batch size, the seed and the epoch, never on the number
-of ranks: one process would see the same batches in the same order. Each is cut into contiguous rows,
-one part a data rank; ranks of one tensor or pipeline group get the same part.
+The global batches depend on the dataset, the batch size, the seed and the epoch, never on the
+number of ranks: one process would see the same batches in the same order. Each is cut into
+contiguous rows, one part a data rank; ranks of one tensor or pipeline group get the same part.
 """
 
 from __future__ import annotations
@@ -77,14 +77,22 @@ def loader(
         stream = _Stream(dataset, batch_size, drop_last, ranks, rank)
         return DataLoader(stream, batch_size=None, collate_fn=collate, **shared)
     batches = GlobalBatches(
-        len(dataset), batch_size, ranks=ranks, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+        len(dataset),
+        batch_size,
+        ranks=ranks,
+        rank=rank,
+        shuffle=shuffle,
+        seed=seed,
+        drop_last=drop_last,
     )
     return DataLoader(_Rows(dataset), batch_sampler=batches, collate_fn=collate, **shared)
 
 
 def _check(dataset: Any, batch_size: int, shuffle: bool, drop_last: bool, ranks: int) -> None:
     if batch_size < 1 or batch_size % ranks:
-        near = sorted({max(1, batch_size // ranks) * ranks, -(-max(batch_size, 1) // ranks) * ranks})
+        near = sorted(
+            {max(1, batch_size // ranks) * ranks, -(-max(batch_size, 1) // ranks) * ranks}
+        )
         raise DataError(
             f"a global batch of {batch_size} samples cannot be shared by {ranks} data ranks "
             f"({' x '.join(DATA_AXES)}).\n\nUse a multiple of {ranks}: "
@@ -199,7 +207,9 @@ class _Rows(Dataset[Any]):
 class _Stream(IterableDataset[Any]):
     """An iterable dataset, grouped into global batches of which one part is kept."""
 
-    def __init__(self, dataset: Any, batch_size: int, drop_last: bool, ranks: int, rank: int) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int, drop_last: bool, ranks: int, rank: int
+    ) -> None:
         self.dataset, self.batch_size, self.drop_last = dataset, batch_size, drop_last
         self.ranks, self.rank = ranks, rank
 

@@ -27,7 +27,11 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
 
     @torch.no_grad()
     def update() -> None:
-        grads = [(local(p.grad), mine) for p, mine in zip(parameters, once, strict=True) if p.grad is not None]
+        grads = [
+            (local(p.grad), mine)
+            for p, mine in zip(parameters, once, strict=True)
+            if p.grad is not None
+        ]
         norm = global_norm([g for g, mine in grads if mine], draft.mesh.device_type)
         room.notes["norm"] = norm
         # torch.nn.utils.clip_grad_norm_'s own formula, so that one process gives the same step.

@@ -21,7 +21,8 @@ def clip(max_norm: float) -> Transform:
     """Scale gradients down when their global L2 norm is larger than `max_norm`.
 
     The norm is that of the whole model's gradient, as one process would compute it, over any mix of
-    sharded, tensor-parallel and replicated parameters. `boosted.grad_norm` holds it after each step.
+    sharded, tensor-parallel and replicated parameters. `boosted.grad_norm` holds it after each
+    step.
 
     States:
         Clipping.max_norm.
@@ -46,4 +47,6 @@ def clip(max_norm: float) -> Transform:
             f"clip was given max_norm={max_norm!r}. Give a positive number; to leave gradients as "
             "they are, leave clip out."
         )
-    return state(spell("clip", float(max_norm)), Clipping(max_norm=float(max_norm)), rewrites=(CLIP,))
+    return state(
+        spell("clip", float(max_norm)), Clipping(max_norm=float(max_norm)), rewrites=(CLIP,)
+    )

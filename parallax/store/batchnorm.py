@@ -1,8 +1,8 @@
 """Batch normalisation over the global batch.
 
-A BatchNorm under data parallelism would normalise by the statistics of its own rank's samples, which
-is another function than the one a single process trains. Here the statistics are summed over the data
-axes, forward and backward; torch's SyncBatchNorm does the same, on GPUs only.
+A BatchNorm under data parallelism would normalise by the statistics of its own rank's samples,
+which is another function than the one a single process trains. Here the statistics are summed over
+the data axes, forward and backward; torch's SyncBatchNorm does the same, on GPUs only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class _SumOverData(Function):
-    """Sum over the data axes; the gradient of a sum that every rank uses is the sum of gradients."""
+    """Sum over the data axes; the gradient of a sum that every rank uses is the sum of
+    gradients.
+    """
 
     @staticmethod
     def forward(ctx, value: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
@@ -53,11 +55,20 @@ def _forward_over(mesh: DeviceMesh):
         use_batch = self.training or self.running_mean is None
         if not use_batch:
             return nn.functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                False,
+                0.0,
+                self.eps,
             )
         wide = input.double() if input.dtype == torch.float64 else input.float()
         dims = [d for d in range(input.ndim) if d != 1]
-        here = torch.full((1,), input.numel() / max(input.shape[1], 1), device=wide.device, dtype=wide.dtype)
+        here = torch.full(
+            (1,), input.numel() / max(input.shape[1], 1), device=wide.device, dtype=wide.dtype
+        )
         count = total(here, mesh)
         mean = _SumOverData.apply(wide.sum(dims), mesh) / count
         shape = [1, -1] + [1] * (input.ndim - 2)

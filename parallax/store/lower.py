@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 # The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
 from torch.distributed.utils import _apply_to_tensors
@@ -40,7 +38,8 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     except RuleError as fault:
         yield fault
     for pattern in plan[Precision].keep or ():
-        # "norms" is a kind, of which a model may have none; a name that matches nothing is a mistake.
+        # "norms" is a kind, of which a model may have none; a name that matches nothing is a
+        # mistake.
         if pattern != "norms" and not _kept(model, (pattern,)):
             yield RuleError(
                 f"keep={pattern!r} matches no module with parameters of {type(model).__name__}.\n\n"
@@ -91,7 +90,10 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     _own_outputs(model, DTYPES.get(precision.outputs or "fp32") if precision.compute else None)
     # None: torch keeps the root's parameters until its backward, which follows at once.
     fully_shard(
-        model, reshard_after_forward=None if drop else False, mp_policy=_policy(precision, root=True), **options
+        model,
+        reshard_after_forward=None if drop else False,
+        mp_policy=_policy(precision, root=True),
+        **options,
     )
     shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _drop_after_inference(model, shards)
@@ -197,8 +199,8 @@ def _to_masters(model: nn.Module, dtype: torch.dtype) -> None:
             trained = parameter.requires_grad and parameter.is_floating_point()
             if not trained or parameter.dtype == dtype:
                 continue
-            # A new parameter, since a DTensor's dtype is also in its spec, which .data leaves behind;
-            # the same one under each name of a tie.
+            # A new parameter, since a DTensor's dtype is also in its spec, which .data leaves
+            # behind; the same one under each name of a tie.
             if parameter not in masters:
                 masters[parameter] = nn.Parameter(parameter.detach().to(dtype))
             setattr(module, name, masters[parameter])
@@ -221,11 +223,12 @@ def _has_parameters(module: nn.Module, loose: list[nn.Parameter]) -> bool:
 
 
 def _own_outputs(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give out tensors of their own where the model returns views, before fully_shard looks at them.
+    """Give out tensors of their own where the model returns views, before fully_shard looks at
+    them.
 
     fully_shard hangs its backward on the outputs, and an in-place operation on a view would cut it
-    off; a tensor-parallel head's gathered output is such a view. The cast to the output dtype, which
-    fully_shard does anyway, copies; only without one is a copy made for this.
+    off; a tensor-parallel head's gathered output is such a view. The cast to the output dtype,
+    which fully_shard does anyway, copies; only without one is a copy made for this.
     """
 
     def own(tensor: Tensor) -> Tensor:

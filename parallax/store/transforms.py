@@ -68,8 +68,8 @@ def zero(
     Cost:
         With P parameters of which each rank's share is P / d: optimizer state, masters and reduced
         gradients take 1 / d; stages 1 and 2 hold compute copies of all P during a step, stage 3 of
-        two units. Traffic a step and rank, in compute and reduce dtype: stages 1 and 2 one gather and
-        one reduce-scatter, (d - 1) / d x P each; stage 3 one gather more.
+        two units. Traffic a step and rank, in compute and reduce dtype: stages 1 and 2 one gather
+        and one reduce-scatter, (d - 1) / d x P each; stage 3 one gather more.
 
     Args:
         stage: 1, 2 or 3.
@@ -99,7 +99,9 @@ def _units(given: object) -> tuple[str, ...] | None:
     if given is None:
         return None
     rows = given if isinstance(given, tuple | list) else (given,)
-    return tuple(row if isinstance(row, str) else getattr(row, "__name__", str(row)) for row in rows)
+    return tuple(
+        row if isinstance(row, str) else getattr(row, "__name__", str(row)) for row in rows
+    )
 
 
 def mixed_precision(
@@ -141,7 +143,11 @@ def mixed_precision(
     kept = (keep,) if isinstance(keep, str) else (tuple(keep) if keep else None)
     plain = reduce is None and outputs is None and kept is None
     short = plain and compute in ("bf16", "fp32")
-    by = compute if short else spell("mixed_precision", compute, reduce=reduce, outputs=outputs, keep=kept)
+    by = (
+        compute
+        if short
+        else spell("mixed_precision", compute, reduce=reduce, outputs=outputs, keep=kept)
+    )
     fact = Precision(compute=compute, reduce=reduce, outputs=outputs, keep=kept)
     return state(by, fact, rewrites=(STORE,))
 

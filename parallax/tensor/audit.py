@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from parallax.core.mesh import device_of
 from parallax.errors import DataError, RuleError
 
-# Replicas run the same kernels on the same numbers; only atomics may reorder a sum. A fault is of the
-# size of the value itself, so any bound between is safe: a few roundings of the coarsest dtype used.
+# Replicas run the same kernels on the same numbers; only atomics may reorder a sum. A fault is of
+# the size of the value itself, so any bound between is safe: a few roundings of the coarsest dtype
+# used.
 ROUNDINGS = 8
 
 
@@ -80,7 +81,9 @@ class Audit:
             return
         named = dict(self._model.named_parameters())
         rows = [(n, named[n].grad) for n in self._replicated if n in named]
-        grads = [(n, g.to_local() if isinstance(g, DTensor) else g) for n, g in rows if g is not None]
+        grads = [
+            (n, g.to_local() if isinstance(g, DTensor) else g) for n, g in rows if g is not None
+        ]
         self._pending = False
         for hook in self._hooks:
             hook.remove()

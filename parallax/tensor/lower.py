@@ -73,7 +73,7 @@ def _torch_style(style: str, module: nn.Module, keep_cut: bool) -> ParallelStyle
     vocabulary = isinstance(module, nn.Embedding)
     if style == "replicate":
         return None
-    if style == "colwise" or style == "embedding_colwise" and not vocabulary:
+    if style == "colwise" or (style == "embedding_colwise" and not vocabulary):
         return ColwiseParallel()
     if style == "embedding_colwise":
         return ColwiseParallel(output_layouts=Replicate())
@@ -110,8 +110,8 @@ def _tie_again(model: nn.Module, ties: tuple[tuple[str, str], ...]) -> None:
 def _sum_partial(model: nn.Module) -> None:
     """Give each gradient its parameter's placement.
 
-    Without fully_shard, autograd leaves a DTensor gradient as the backward made it: for a replicated
-    weight that saw a cut activation, a partial sum on each rank.
+    Without fully_shard, autograd leaves a DTensor gradient as the backward made it: for a
+    replicated weight that saw a cut activation, a partial sum on each rank.
     """
     for parameter in model.parameters():
         grad = parameter.grad

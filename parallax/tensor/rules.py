@@ -56,7 +56,8 @@ STYLES: dict[str, Style] = {
 # Earlier names of styles in transformers' plans.
 ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 
-# Attributes by which attention modules of torch, transformers and common user code give head counts.
+# Attributes by which attention modules of torch, transformers and common user code give head
+# counts.
 HEAD_COUNTS = (
     "num_heads",
     "n_heads",
@@ -128,7 +129,9 @@ def resolve(
 
 
 def size_faults(model: nn.Module, found: dict[str, str], degree: int, by: str) -> list[RuleError]:
-    """What in a model cannot be cut into `degree` equal parts, in one error with the degrees that fit."""
+    """What in a model cannot be cut into `degree` equal parts, in one error with the degrees that
+    fit.
+    """
     modules = dict(model.named_modules())
     sizes: dict[str, int] = {}
     for name, style in found.items():

@@ -36,13 +36,14 @@ def tp(
         Axes.tp, Cutting.rules, Cutting.loss_parallel.
 
     Cost:
-        Parameters, gradients, optimizer state and activations of the cut modules: 1 / degree. Traffic
-        a column/row pair and rank: 2 x (degree - 1) / degree x bytes of its output, once forward and
-        once backward.
+        Parameters, gradients, optimizer state and activations of the cut modules: 1 / degree.
+        Traffic a column/row pair and rank: 2 x (degree - 1) / degree x bytes of its output, once
+        forward and once backward.
 
     Args:
         degree: Number of ranks to cut over.
-        rules: Style by name pattern (`*` stands for one segment, `**` for any). Styles, in the words
+        rules: Style by name pattern (`*` stands for one segment, `**` for any). Styles, in the
+        words
             of transformers' plans: `colwise`, `rowwise`, `colwise_gather_output`,
             `rowwise_split_input`, `embedding_rowwise`, `embedding_colwise`, `sequence_parallel`,
             `rowwise_scatter_sequence`, `embedding_rowwise_scatter_sequence`,

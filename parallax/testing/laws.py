@@ -1,7 +1,7 @@
 """The law suite: random compositions of everything parallax has, on random models, verified.
 
-Each transform that parallax exports has one row in `TABLE`; a test fails when one is missing. What is
-drawn is plain data, so that a failure prints as the call that repeats it.
+Each transform that parallax exports has one row in `TABLE`; a test fails when one is missing. What
+is drawn is plain data, so that a failure prints as the call that repeats it.
 """
 
 from __future__ import annotations
@@ -158,7 +158,9 @@ GPT_OPTIONS = ("tied", "scalar", "frozen", "unused", "empty")
 
 @st.composite
 def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1, 2, 4)) -> Case:
-    """Strategy of cases: a world, a composition that fills it in a random order, a model and a run."""
+    """Strategy of cases: a world, a composition that fills it in a random order, a model and a
+    run.
+    """
     world = draw(st.sampled_from(worlds))
     names = draw(st.permutations(sorted(TABLE)))
     wanted = draw(st.sets(st.sampled_from(sorted(TABLE)), max_size=len(TABLE)))
@@ -177,9 +179,13 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1, 2, 4)) -> Case:
         has_plan |= member.needs_plan
         parts.append(text)
     if left > 1 and not opened:
-        filler = draw(st.sampled_from([n for n in ("zero", "dp") if TABLE[n].group not in groups] or [""]))
+        filler = draw(
+            st.sampled_from([n for n in ("zero", "dp") if TABLE[n].group not in groups] or [""])
+        )
         if filler:
-            parts.append(f"{filler}({draw(st.sampled_from([1, 2, 3])) if filler == 'zero' else ''})")
+            parts.append(
+                f"{filler}({draw(st.sampled_from([1, 2, 3])) if filler == 'zero' else ''})"
+            )
         else:
             world //= left  # both data axes have their numbers: the world is as large as they say
     parts = list(draw(st.permutations(parts)))
@@ -203,7 +209,16 @@ def exported() -> set[str]:
     """Names of all transforms that parallax exports."""
     import parallax
 
-    tools = {"compose", "override", "parse", "state", "layout", "launch", "launch_from_torch", "verify"}
+    tools = {
+        "compose",
+        "override",
+        "parse",
+        "state",
+        "layout",
+        "launch",
+        "launch_from_torch",
+        "verify",
+    }
     found = set()
     for name in parallax.__all__:
         value = getattr(parallax, name)
@@ -211,5 +226,3 @@ def exported() -> set[str]:
         if isinstance(value, Transform) or (callable(value) and not is_class and name not in tools):
             found.add(name)
     return found
-
-

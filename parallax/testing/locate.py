@@ -16,8 +16,8 @@ from parallax.core.transform import Transform
 from parallax.testing.setting import Setting, quiet
 from parallax.testing.world import RankError, World
 
-# Activations are compared against the largest value of their tensor, layers deep: a fault is of that
-# size; rounding stays within a few hundred times the roundoff of one layer.
+# Activations are compared against the largest value of their tensor, layers deep: a fault is of
+# that size; rounding stays within a few hundred times the roundoff of one layer.
 SLACK = 256.0
 
 Trace = dict[str, Tensor]
@@ -39,7 +39,9 @@ def locate(transform: Transform, setting: Setting, ranks: World, noise: float) -
     for name, whole in forward.items():
         parts = [row[1].get(name) for row in data]
         if _differs(parts, whole, noise, scale=1):
-            return f"In the first forward, the output of {name or 'the model'} is the first to differ."
+            return (
+                f"In the first forward, the output of {name or 'the model'} is the first to differ."
+            )
     for name, whole in reversed(backward.items()):
         parts = [row[2].get(name) for row in data]
         if _differs(parts, whole, noise, scale=len(data)):
@@ -115,7 +117,8 @@ def _whole(tensor: Tensor) -> Tensor:
 
 def _differs(parts: list[Tensor | None], whole: Tensor, noise: float, *, scale: int) -> bool:
     """Whether the data ranks' parts, put together, are another tensor; not if shapes do not fit,
-    as where a tensor axis cuts the activation."""
+    as where a tensor axis cuts the activation.
+    """
     if any(p is None or p.ndim != whole.ndim for p in parts):
         return False
     rows = [p for p in parts if p is not None]

@@ -4,11 +4,11 @@ How far two correct runs may differ is measured rather than guessed. A run in ar
 roundoff u is, backward-error-wise, an exact run with slightly other weights: each inner product of
 length n is exact for weights changed by a relative amount of at most lambda * sqrt(n) * u, with
 probability at least 1 - 2 exp(-lambda^2 / 2) (Higham and Mary, "A new approach to probabilistic
-rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). So the reference is run again a few times
-with its weights changed by random amounts of that size in every forward, and its gradients by as much
-of the largest gradient (where a gradient is zero by cancellation, rounding leaves that much). How far
-losses, gradients and weights then move is what rounding may do to this model, with this depth, this
-optimizer and these steps (Parker, "Monte Carlo arithmetic", 1997).
+rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019). So the reference is run again a few
+times with its weights changed by random amounts of that size in every forward, and its gradients by
+as much of the largest gradient (where a gradient is zero by cancellation, rounding leaves that
+much). How far losses, gradients and weights then move is what rounding may do to this model, with
+this depth, this optimizer and these steps (Parker, "Monte Carlo arithmetic", 1997).
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Narrowest(TorchFunctionMode):
 def roundoff(setting: Setting, plan: Plan, model: nn.Module) -> float:
     """Relative change of a weight that stands for the rounding of one layer.
 
-    Small compute dtypes round each product's operands and result; sums are kept in float32, so their
-    length counts with float32's roundoff.
+    Small compute dtypes round each product's operands and result; sums are kept in float32, so
+    their length counts with float32's roundoff.
 
     Args:
         setting: What is trained.
@@ -105,7 +105,9 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
                 loss.backward()
             record.losses.append(float(loss.detach()))
             _shake_gradients(params, noise, generator)
-            record.grads.append({n: p.grad.clone() for n, p in params.items() if p.grad is not None})
+            record.grads.append(
+                {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
+            )
             record.norms.append(float(_norm(record.grads[-1])))
             max_norm = plan[Clipping].max_norm
             if max_norm is not None:

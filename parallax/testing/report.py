@@ -17,7 +17,8 @@ class Row:
 
     Attributes:
         quantity: What was compared.
-        worst: Where the error was largest against its bound: a parameter's full name, a step, ranks.
+        worst: Where the error was largest against its bound: a parameter's full name, a step,
+        ranks.
         error: Largest absolute difference there.
         bound: What rounding can explain there.
     """
@@ -73,7 +74,10 @@ class Report:
         if self.error:
             lines.append(f"It raised: {self.error}")
         if failed:
-            rows = (f"{r.quantity} ({r.worst}): off by {r.error:.1e}, bound {r.bound:.1e}" for r in failed)
+            rows = (
+                f"{r.quantity} ({r.worst}): off by {r.error:.1e}, bound {r.bound:.1e}"
+                for r in failed
+            )
             lines.append("; ".join(rows) + ".")
         if self.blame:
             lines.append(f"Broken by {' with '.join(self.blame)}.")
@@ -91,7 +95,9 @@ class Report:
     def table(self) -> Table:
         """The report as a rich table."""
         verdict = "trains like one process" if self.ok else "DOES NOT train like one process"
-        title = f"{self.composition} {verdict}\n{self.world} ranks, {self.steps} steps, {self.dtype}"
+        title = (
+            f"{self.composition} {verdict}\n{self.world} ranks, {self.steps} steps, {self.dtype}"
+        )
         table = Table(title=title, title_justify="left")
         for name in ("quantity", "worst", "error", "bound", ""):
             table.add_column(name, justify="right" if name in ("error", "bound") else "left")

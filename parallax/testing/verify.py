@@ -147,7 +147,9 @@ class _Bounds:
     def compare(self, trial: Trial, plan: Plan) -> Iterator[Row]:
         """A row for each quantity."""
         here, exact = trial.record, self.exact
-        yield self._named("initial parameters", here.start, exact.start, [r.start for r in self.draws])
+        yield self._named(
+            "initial parameters", here.start, exact.start, [r.start for r in self.draws]
+        )
         yield self._numbers("loss", here.losses, lambda r: r.losses)
         yield self._steps("gradient", here.grads)
         if here.norms:
@@ -165,7 +167,9 @@ class _Bounds:
             mine, exact = getattr(here, what), getattr(self.exact, what)
             if mine or exact:
                 label = {"params": "parameters", "moments": "optimizer state"}.get(what, what)
-                yield self._named(prefix + label, mine, exact, [getattr(r, what) for r in self.draws])
+                yield self._named(
+                    prefix + label, mine, exact, [getattr(r, what) for r in self.draws]
+                )
         yield self._numbers(f"{prefix}evaluation loss", [here.evaluation], lambda r: [r.evaluation])
 
     def _steps(self, label: str, grads: list[Named]) -> Row:
@@ -189,7 +193,11 @@ class _Bounds:
 
     def _numbers(self, label: str, mine: list[float], of: Callable[[Record], list[float]]) -> Row:
         rows = [
-            Row(label, f"step {i}", *self._apart(*map(torch.tensor, (a, b)), [torch.tensor(d) for d in ds]))
+            Row(
+                label,
+                f"step {i}",
+                *self._apart(*map(torch.tensor, (a, b)), [torch.tensor(d) for d in ds]),
+            )
             for i, (a, b, *ds) in enumerate(
                 zip(mine, of(self.exact), *(of(r) for r in self.draws), strict=True)
             )
@@ -214,16 +222,16 @@ def _badness(row: Row) -> float:
 
 
 def _equal_losses(trial: Trial) -> Row:
-    apart = [
-        (max(step) - min(step), i) for i, step in enumerate(zip(*trial.losses, strict=True))
-    ]
+    apart = [(max(step) - min(step), i) for i, step in enumerate(zip(*trial.losses, strict=True))]
     worst, step = max(apart, default=(0.0, 0))
     return Row("loss equal on all ranks", f"step {step}", worst, 0.0)
 
 
 def _random_streams(trial: Trial) -> Row:
     """Ranks of one data rank must draw the same numbers, and those of two different ones."""
-    for (i, (data_a, a)), (j, (data_b, b)) in itertools.combinations(enumerate(trial.randomness), 2):
+    for (i, (data_a, a)), (j, (data_b, b)) in itertools.combinations(
+        enumerate(trial.randomness), 2
+    ):
         if (data_a == data_b) != (a == b):
             how = "different" if data_a == data_b else "the same"
             return Row("random streams", f"ranks {i} and {j} draw {how} numbers", float("inf"), 0.0)

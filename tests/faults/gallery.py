@@ -1,8 +1,8 @@
 """The fault gallery: small transforms, each broken in a way that users of rival systems have met.
 
 Every one trains without an error and with wrong numbers, or drops a promise; `verify` must fail and
-blame it. The kinds are those of the reports that parallax was built against: gradients wrong where two
-parallelisms meet, norms and clipping, accumulation, resume, ties, options dropped in silence.
+blame it. The kinds are those of the reports that parallax was built against: gradients wrong where
+two parallelisms meet, norms and clipping, accumulation, resume, ties, options dropped in silence.
 """
 
 from __future__ import annotations
@@ -113,14 +113,16 @@ def is_cut(draft: Draft, parameter: nn.Parameter, axis: str) -> bool:
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
-    return any(n == axis and hasattr(p, "dim") for n, p in zip(names, parameter.placements, strict=True))
+    return any(
+        n == axis and hasattr(p, "dim") for n, p in zip(names, parameter.placements, strict=True)
+    )
 
 
 def tensor_size(draft: Draft) -> int:
     return draft.mesh["tp"].size()
 
 
-# -- gradients where two parallelisms meet ----------------------------------------------------------
+# -- gradients where two parallelisms meet
 
 
 def sum_over_tp_missing(draft: Draft, name: str, parameter: nn.Parameter) -> float:
@@ -194,7 +196,7 @@ def same_rows_on_every_rank(draft: Draft, plan: Plan) -> Draft:
     return draft._replace(grad=grad)
 
 
-# -- norms and clipping -----------------------------------------------------------------------------
+# -- norms and clipping
 
 
 def clip_by(norm_of: Callable[[Draft, dict[str, nn.Parameter]], Tensor]) -> Wrap:
@@ -271,7 +273,7 @@ def clipped_after_the_step(draft: Draft, plan: Plan) -> Draft:
     return draft._replace(grad=grad, update=update)
 
 
-# -- accumulation and weights of tokens -------------------------------------------------------------
+# -- accumulation and weights of tokens
 
 
 def halves(keep: Callable[[list[Tensor]], Tensor]) -> Wrap:
@@ -340,7 +342,7 @@ def unreduced_on_one_unit(draft: Draft, name: str, parameter: nn.Parameter) -> f
     return (1.0 + rank_on(draft.mesh)) if name.startswith("blocks.0") else 1.0
 
 
-# -- the optimizer and its state --------------------------------------------------------------------
+# -- the optimizer and its state
 
 
 def state_dropped_on_load(draft: Draft, plan: Plan) -> Draft:
@@ -434,7 +436,7 @@ def frozen_parameter_trained(draft: Draft, parameters: dict[str, nn.Parameter]) 
     local(parameters["positions"]).mul_(0.99)
 
 
-# -- the model --------------------------------------------------------------------------------------
+# -- the model
 
 
 def head_untied(draft: Draft, plan: Plan) -> Draft:
@@ -462,7 +464,7 @@ def layer_skipped(draft: Draft, plan: Plan) -> Draft:
     return draft
 
 
-# -- randomness -------------------------------------------------------------------------------------
+# -- randomness
 
 
 def same_dropout_on_every_rank(draft: Draft, plan: Plan) -> Draft:

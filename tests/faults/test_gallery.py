@@ -14,7 +14,7 @@ from parallax.testing.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks import the gallery by name
 
-from gallery import EXHIBITS, Exhibit  # noqa: E402
+from gallery import EXHIBITS, Exhibit
 
 BATCHES = [tokens(8, seed) for seed in range(2)]
 

@@ -121,14 +121,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any]]] = {
         ),
         own_loss,
     ),
-    "Mixtral": (# grouped_mm, the default, has no float64 kernel.
+    "Mixtral": (  # grouped_mm, the default, has no float64 kernel.
         _tiny(
             "Mixtral",
             **DECODER,
             num_local_experts=4,
             num_experts_per_tok=2,
             experts_implementation="eager",
-        ), own_loss),
+        ),
+        own_loss,
+    ),
 }
 COMPOSITIONS = ["zero(2), bf16, clip(0.05)", "dp(2), zero(3, degree=2)"]
 CUT = [("Llama", "tp(2), zero(2), bf16, clip(0.05)"), ("Qwen3", "tp(2), zero(3)")]

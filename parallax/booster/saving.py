@@ -1,0 +1,106 @@
+"""What may be asked of a checkpoint, and where it may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from parallax.checkpoint.files import INDEX, read_index
+from parallax.core.boosted import Kind
+from parallax.errors import CheckpointError, raise_all
+
+
+def check_saving(
+    verb: str,
+    *,
+    shard: bool,
+    gather_dtensor: bool | None,
+    prefix: str | None,
+    size_per_shard: int,
+    use_safetensors: bool = True,
+    use_async: bool,
+) -> None:
+    """Refuse what saving does not do, all at once.
+
+    Raises:
+        CheckpointError: An argument asks for it.
+
+    Example:
+        >>> common = {"shard": True, "prefix": None, "size_per_shard": 1024, "use_async": False}
+        >>> check_saving("save_model", gather_dtensor=False, **common)
+    """
+
+    def faults() -> Iterator[CheckpointError]:
+        def fault(name: str, value: object, why: str, fix: str) -> CheckpointError:
+            return CheckpointError(f"{verb} was given {name}={value!r}, and {why}.\n\n{fix}")
+
+        if gather_dtensor is not None and gather_dtensor is shard:
+            why = (
+                "with shard=True each rank writes its own part and nothing is gathered"
+                if shard
+                else "one file holds whole tensors, which must be gathered"
+            )
+            yield fault(
+                "gather_dtensor", gather_dtensor, why, f"Leave it out, or use shard={not shard}."
+            )
+        if prefix is not None:
+            yield fault(
+                "prefix",
+                prefix,
+                "files are named by the path",
+                "Put it into the checkpoint's path.",
+            )
+        if size_per_shard != 1024:
+            why = "files have no size limit: with shard=True each rank writes one"
+            yield fault("size_per_shard", size_per_shard, why, "Leave size_per_shard out.")
+        if not use_safetensors:
+            why = "the only format is safetensors: pickled files run code when they are read"
+            yield fault("use_safetensors", use_safetensors, why, "Leave use_safetensors out.")
+        if use_async:
+            why = "writing beside training is not there yet"
+            yield fault("use_async", use_async, why, "Leave use_async out until then.")
+
+    raise_all(faults())
+
+
+def directory_fault(path: Path, kinds: tuple[Kind, ...]) -> None:
+    """Raise when saving a directory would delete something other than an older save of the same.
+
+    Args:
+        path: Where `parallax.checkpoint.save` will write; it replaces what is there.
+        kinds: What will be written.
+
+    Raises:
+        CheckpointError: Something else is there.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise CheckpointError(
+            f"shard=True writes a directory, and {path} is a file.\n\nGive another path."
+        )
+    inside = sorted(p.name for p in path.iterdir())
+    if not inside:
+        return
+    if INDEX not in inside:
+        shown = ", ".join(inside[:6])
+        raise CheckpointError(
+            f"saving to {path} replaces the directory, and it holds other files: {shown}.\n\n"
+            "Give a directory of its own, for instance one below."
+        )
+    held = {key.split("/")[0] for key in read_index(path).tensors} - set(kinds)
+    if held:
+        raise CheckpointError(
+            f"saving to {path} replaces the directory, and it holds {' and '.join(sorted(held))} "
+            "of another checkpoint.\n\nGive model and optimizer a directory each."
+        )
+
+
+def check_loading(verb: str, low_cpu_mem_mode: bool, num_threads: int) -> None:
+    reason = "each rank reads only the blocks it holds, from memory-mapped files"
+    wishes = {"low_cpu_mem_mode": (low_cpu_mem_mode, True), "num_threads": (num_threads, 1)}
+    raise_all(
+        CheckpointError(f"{verb} was given {name}={value!r}, and {reason}.\n\nLeave {name} out.")
+        for name, (value, default) in wishes.items()
+        if value != default
+    )

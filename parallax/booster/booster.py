@@ -31,8 +31,7 @@ class Booster(Keeping):
 
     Args:
         device: Where the script means to train, `"cpu"` or `"cuda"`; checked when boosting, since
-        the
-            running process group decides it. None takes what it is.
+            the running process group decides it. None takes what it is.
         mixed_precision: `"bf16"` or `"fp32"`, for plugins that say nothing of precision.
         plugin: What a plugin of `parallax.booster.plugin` returns, or any other composition. None
             trains in a world of one.
@@ -82,9 +81,8 @@ class Booster(Keeping):
             criterion: Handed through. None gives a function of the model's outputs that returns the
                 loss they hold (`outputs.loss` or `outputs["loss"]`).
             dataloader: One that `prepare_dataloader` made, or a plain torch DataLoader, whose
-            batches
-                are then the global ones: data ranks read different rows of each, ranks of one
-                tensor group the same.
+                batches are then the global ones: data ranks read different rows of each, ranks of
+                one tensor group the same.
             lr_scheduler: Handed through; made on the optimizer, which stays the same object.
 
         Returns:
@@ -94,7 +92,8 @@ class Booster(Keeping):
             ParallaxError: Something does not fit: the composition the world or the model, the
                 scheduler the optimizer, the loader the data ranks. Nothing was changed.
         """
-        raise_all(self._faults(optimizer, dataloader, lr_scheduler))
+        here = launch().device
+        raise_all(self._faults(here, optimizer, dataloader, lr_scheduler))
         feed = dataloader
         if dataloader is not None:
             mesh = mesh_for(self.transform)
@@ -123,13 +122,11 @@ class Booster(Keeping):
                 gradients are accumulated over several.
             optimizer: The boosted optimizer.
             rows: How many samples the loss is the mean of, for batches that come from elsewhere;
-            say it
-                on every rank or on none.
+                say it on every rank or on none.
 
         Raises:
             StepError: The optimizer is not one that this Booster returned, or the model ran on
-            other
-                tensors than the batch last read from the loader.
+                other tensors than the batch last read from the loader.
 
         Cost:
             One all-reduce of two numbers where ranks may hold different numbers of samples.
@@ -222,9 +219,8 @@ class Booster(Keeping):
     # ----------------------------------------------------------------------------------------------
 
     def _faults(
-        self, optimizer: object, dataloader: object, lr_scheduler: Any
+        self, here: torch.device, optimizer: object, dataloader: object, lr_scheduler: Any
     ) -> Iterable[ParallaxError]:
-        here = launch().device
         if self.device is not None and (
             self.device.type != here.type or self.device.index not in (None, here.index)
         ):
@@ -233,10 +229,8 @@ class Booster(Keeping):
                 f"{here}.\n\nLeave device out: it follows from the process group, which "
                 "launch(backend=...) makes."
             )
-        if (
-            lr_scheduler is not None
-            and getattr(lr_scheduler, "optimizer", optimizer) is not optimizer
-        ):
+        stepped = getattr(lr_scheduler, "optimizer", optimizer)
+        if stepped is not optimizer:
             yield OptimizerError(
                 f"boost was given a {type(lr_scheduler).__name__} that steps another optimizer.\n\n"
                 "Give the optimizer that the scheduler was made on."

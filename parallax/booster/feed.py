@@ -30,8 +30,7 @@ class Feed(DataLoader[Any]):
         latest: The feed of this process that yielded last.
         mesh: The mesh whose data axes share the batches.
         uneven: Whether some batch may hold different numbers of samples on different data ranks;
-        the
-            same on every rank.
+            the same on every rank.
         rows: Samples of this rank in the batch that was yielded last.
     """
 
@@ -39,7 +38,7 @@ class Feed(DataLoader[Any]):
     # against what the model ran on.
     latest: ClassVar[Feed | None] = None
 
-    def __init__(self, part: DataLoader[Any], mesh: DeviceMesh) -> None:
+    def __init__(self, part: DataLoader[Any], mesh: DeviceMesh, *, drop_last: bool) -> None:
         batches = part.batch_sampler
         what: dict[str, Any] = (
             {"batch_size": None} if batches is None else {"batch_sampler": batches}
@@ -54,10 +53,10 @@ class Feed(DataLoader[Any]):
         )
         ranks = mesh["data_replicate"].size() * mesh["data_shard"].size()
         self.mesh = mesh
-        self.uneven = ranks > 1 and not part.drop_last
+        self.uneven = ranks > 1 and not drop_last
         if isinstance(batches, GlobalBatches):
-            tail = 0 if batches.drop_last else batches.samples % batches.batch_size
-            self.uneven = tail % ranks != 0
+            tail = batches.samples % batches.batch_size
+            self.uneven = not drop_last and tail % ranks != 0
             # Where scripts look for set_epoch; torch reads batch_sampler when there is one, and its
             # own __setattr__ protects the name.
             self.__dict__["sampler"] = batches
@@ -113,6 +112,7 @@ class Counting:
         self.collate = collate
 
     def __call__(self, samples: list[Any]) -> tuple[Tensor, Any]:
+        """Collate samples, with their number in front."""
         return torch.empty(len(samples), dtype=torch.bool), self.collate(samples)
 
 
@@ -121,13 +121,21 @@ def feed_of(
     dataset: Any,
     *,
     batch_size: int,
+    drop_last: bool = False,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     **options: Any,
 ) -> Feed:
     """Make a feed; arguments as in `parallax.data.loader`, `batch_size` is global."""
     counting = Counting(collate_fn or default_collate)
-    part = loader(mesh, dataset, batch_size=batch_size, collate_fn=counting, **options)
-    return Feed(part, mesh)
+    part = loader(
+        mesh,
+        dataset,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        collate_fn=counting,
+        **options,
+    )
+    return Feed(part, mesh, drop_last=drop_last)
 
 
 def rebuilt(given: DataLoader[Any], mesh: DeviceMesh) -> Feed:

@@ -48,8 +48,7 @@ class Keeping:
             model: The boosted model.
             checkpoint: Where to: a `.safetensors` file, or with `shard` a directory.
             shard: Each rank writes its own part, and nothing is gathered. Otherwise rank 0 writes
-            one
-                file of whole tensors, which any torch program reads.
+                one file of whole tensors, which any torch program reads.
             gather_dtensor: Follows from `shard`; saying otherwise is refused.
             prefix: Refused unless None: the path is the name.
             size_per_shard: Refused unless at its default: each rank writes one file.
@@ -90,8 +89,7 @@ class Keeping:
         Args:
             model: The boosted model.
             checkpoint: A directory that was saved with `shard`, a `.safetensors` file, or a
-            directory
-                as transformers writes it.
+                directory as transformers writes it.
             strict: Whether names must be the same. False loads what both have, from safetensors
             files.
             low_cpu_mem_mode: Refused unless True: each rank reads only the blocks it holds.

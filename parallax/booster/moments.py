@@ -1,6 +1,4 @@
-"""An optimizer's state in one file: whole moments by parameter name, settings as JSON beside
-them.
-"""
+"""An optimizer's state in one file: whole moments by parameter name, and settings as JSON."""
 
 from __future__ import annotations
 
@@ -106,24 +104,39 @@ def _fits(boosted: Boosted, files: Files, groups: list[dict[str, Any]]) -> None:
 def _read(boosted: Boosted, files: Files, values: dict[str, Any], tree: dict[str, Any]) -> None:
     params = boosted.params
     counting = _counts_on_device(boosted)
-    for key in files.shapes:
+    for key in (*files.shapes, *values):
         kind, _, rest = key.partition("/")
         name, _, slot = rest.rpartition("/")
-        if kind == "rooms":
-            tree["rooms"].setdefault(name, {})[slot] = files.block(key)
-        elif name in params:
-            parameter = params[name]
-            shaped = files.shapes[key] == tuple(parameter.shape) and parameter.ndim > 0
-            block = files.block(key, box(parameter) if shaped else None)
-            # torch keeps step counts on the CPU unless a kernel reads them.
-            if slot != "step" or id(parameter) in counting:
-                block = block.to(local(parameter).device)
-            tree["moments"].setdefault(name, {})[slot] = like(block, parameter) if shaped else block
-    for key, value in values.items():
-        kind, _, rest = key.partition("/")
-        name, _, slot = rest.rpartition("/")
-        tree[kind].setdefault(name, {})[slot] = value
-    tree["rooms"] = {name: row for name, row in tree["rooms"].items() if name in boosted.rooms}
+        if kind != "moments" or name not in params:
+            continue
+        parameter, row = params[name], tree["moments"].setdefault(name, {})
+        if key in values:
+            row[slot] = values[key]
+            continue
+        shaped = files.shapes[key] == tuple(parameter.shape) and parameter.ndim > 0
+        block = files.block(key, box(parameter) if shaped else None)
+        # torch keeps step counts on the CPU unless a kernel reads them.
+        if slot != "step" or id(parameter) in counting:
+            block = block.to(local(parameter).device)
+        row[slot] = like(block, parameter) if shaped else block
+    for name, room in boosted.rooms.items():
+        if room.state:
+            tree["rooms"][name] = _room(room.state, f"rooms/{name}", files, values)
+
+
+def _room(state: dict[str, Any], prefix: str, files: Files, values: dict[str, Any]) -> Any:
+    """A room's state with what the file holds of it in place of what there is."""
+    read: dict[str, Any] = {}
+    for name, target in state.items():
+        key = f"{prefix}/{name}"
+        if isinstance(target, dict):
+            read[name] = _room(target, key, files, values)
+        elif isinstance(target, Tensor) and key in files.shapes:
+            block = files.block(key, box(target)).to(local(target).device)
+            read[name] = like(block, target)
+        else:
+            read[name] = values.get(key, target)
+    return read
 
 
 def _counts_on_device(boosted: Boosted) -> set[int]:

@@ -29,8 +29,9 @@ class Pair:
             self._lengths = {len(x) for given in inputs for _, x in tensor_rows(given)}
 
     def rows(self) -> int | None:
-        """Samples of this rank in the batch that the model last ran on; None when all ranks count
-        the same, or no loader of this mesh was read.
+        """Samples of this rank in the batch that the model last ran on.
+
+        None when all ranks count the same, or no loader of this mesh was read.
         """
         feed = Feed.latest
         if feed is None or feed.mesh is not self.boosted.mesh or not feed.uneven:

@@ -65,8 +65,7 @@ def TorchFSDPPlugin(  # noqa: N802
         sharding_strategy: torch's `ShardingStrategy` or its name: FULL_SHARD is `zero(3)`,
             SHARD_GRAD_OP `zero(2)`, NO_SHARD `dp()`.
         mixed_precision: torch's `MixedPrecision`: `param_dtype` is the compute dtype,
-        `reduce_dtype`
-            that of the gradient sum (`param_dtype` when unsaid, as in torch).
+            `reduce_dtype` that of the gradient sum (`param_dtype` when unsaid, as in torch).
         **knobs: The other knobs of this plugin in ColossalAI, which change nothing here.
 
     Raises:
@@ -82,16 +81,17 @@ def TorchFSDPPlugin(  # noqa: N802
     if strategy not in _STRATEGIES:
         faults.append(
             ParallaxError(
-                f"{who} was given sharding_strategy={strategy!r}, whose groups are those of the "
-                "hosts.\n\nSay how many copies there are: Booster(plugin=presets.hybrid(stage=3, "
-                "replicas=2)), or use FULL_SHARD, SHARD_GRAD_OP or NO_SHARD."
+                f"{who} was given sharding_strategy={strategy!r}, and it knows FULL_SHARD, "
+                "SHARD_GRAD_OP and NO_SHARD.\n\nFor copies of each shard (HYBRID_SHARD) say how "
+                "many: Booster(plugin=presets.hybrid(stage=3, replicas=2))."
             )
         )
-    compute = reduce = None
+    compute: Dtype | None = None
+    reduce: Dtype | None = None
     if mixed_precision is not None:
         faults += policy_faults(who, mixed_precision)
         compute = DTYPES.get(mixed_precision.param_dtype or torch.float32)
-        reduce = DTYPES.get(mixed_precision.reduce_dtype, compute)
+        reduce = DTYPES.get(mixed_precision.reduce_dtype) or compute
     raise_all(faults)
     stage = cast(Literal[0, 2, 3], _STRATEGIES[strategy])
     return _preset(presets.hybrid(stage=stage, compute=compute, reduce=reduce))
@@ -111,8 +111,7 @@ def LowLevelZeroPlugin(  # noqa: N802
     Args:
         stage: 1 or 2.
         precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-        of
-            these must be given.
+            of these must be given.
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.
         communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
@@ -162,8 +161,7 @@ def GeminiPlugin(  # noqa: N802
 
     Args:
         precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-        of
-            these must be given.
+            of these must be given.
         shard_param_frac: 1.0 shards all parameters (`zero(3)`), 0.0 none (`zero(2)`).
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.
@@ -216,8 +214,7 @@ def HybridParallelPlugin(  # noqa: N802
         tp_size: Ranks that share one batch and cut the layers.
         pp_size: Pipeline stages; 1, until pipelines are there.
         precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-        of
-            these must be given.
+            of these must be given.
         zero_stage: 0 (`dp()`), 1 or 2 (`zero(zero_stage)`).
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.

@@ -41,6 +41,7 @@ def with_precision(plugin: Transform, name: str | None) -> Transform:
 
 
 def precision_faults(who: str, precision: str) -> list[ParallaxError]:
+    """Why a plugin does not compute in a precision."""
     if precision == "fp16":
         return [
             ParallaxError(
@@ -60,6 +61,7 @@ def precision_faults(who: str, precision: str) -> list[ParallaxError]:
 
 
 def reduction_faults(who: str, dtype: torch.dtype | None) -> list[ParallaxError]:
+    """Why a plugin does not sum gradients in a dtype."""
     if dtype is None or dtype in DTYPES:
         return []
     return [
@@ -71,7 +73,8 @@ def reduction_faults(who: str, dtype: torch.dtype | None) -> list[ParallaxError]
 
 
 def policy_faults(who: str, policy: Any) -> list[ParallaxError]:
-    faults = []
+    """What of torch's `MixedPrecision` a plugin does not do."""
+    faults: list[ParallaxError] = []
     for name in ("param_dtype", "reduce_dtype"):
         dtype = getattr(policy, name)
         if dtype is not None and dtype not in DTYPES:

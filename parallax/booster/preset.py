@@ -52,7 +52,8 @@ class Preset(Transform):
             pin_memory: As in torch.
             num_workers: As in torch.
             distributed_sampler_cls: Refused unless None: what each rank reads follows from the
-            mesh. **options: Further arguments of `torch.utils.data.DataLoader`.
+                mesh.
+            **options: Further arguments of `torch.utils.data.DataLoader`.
 
         Returns:
             A DataLoader that yields this rank's part of each global batch.

@@ -97,6 +97,11 @@ def directory_fault(path: Path, kinds: tuple[Kind, ...]) -> None:
 
 
 def check_loading(verb: str, low_cpu_mem_mode: bool, num_threads: int) -> None:
+    """Refuse what loading does not do.
+
+    Raises:
+        CheckpointError: An argument asks for it.
+    """
     reason = "each rank reads only the blocks it holds, from memory-mapped files"
     wishes = {"low_cpu_mem_mode": (low_cpu_mem_mode, True), "num_threads": (num_threads, 1)}
     raise_all(

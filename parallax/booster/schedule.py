@@ -69,7 +69,7 @@ def _plain(value: Any, where: str) -> Any:
         return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, tuple):
         return {"tuple": [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]}
-    if type(value) in (dict, Counter):
+    if isinstance(value, dict) and type(value) in (dict, Counter):
         rows = [[_plain(k, where), _plain(v, f"{where}.{k}")] for k, v in value.items()]
         return {type(value).__name__: rows}
     raise CheckpointError(

@@ -41,8 +41,7 @@ def load_weights_(boosted: Boosted, path: Path, *, strict: bool) -> None:
 
     Raises:
         CheckpointError: It is missing, damaged, or does not fit. Raised on every rank before
-        anything
-            is changed.
+            anything is changed.
 
     Cost:
         Each rank reads the blocks it holds.

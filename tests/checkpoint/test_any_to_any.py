@@ -86,7 +86,7 @@ def assert_same(found: tuple[list[float], Any], expected: tuple[list[float], Any
             torch.testing.assert_close(mine["moments"][name][entry], value, rtol=0, atol=1e-11)
 
 
-@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(source=st.sampled_from(PLACES), target=st.sampled_from(PLACES))
 def test_any_to_any(source: Any, target: Any, uninterrupted: Any, tmp_path: Path) -> None:
     directory = tmp_path / f"{PLACES.index(source)}"

@@ -180,7 +180,7 @@ def losses_of_every_order(others: bool) -> list[list[float]]:
         found.append(
             [
                 float(boosted.train_step(toys.next_token, boosted.shard(toys.tokens(4, step))))
-                for step in range(3)
+                for step in range(2)
             ]
         )
     return found
@@ -190,7 +190,7 @@ def test_every_order_gives_bitwise_the_same_losses(world4: World) -> None:
     for found in world4.run(losses_of_every_order, False):
         assert len(found) == 24
         assert found == [found[0]] * 24
-        assert len(set(found[0])) == 3
+        assert len(set(found[0])) == 2
 
 
 def test_another_composition_gives_others(world4: World) -> None:

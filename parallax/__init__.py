@@ -9,7 +9,7 @@ from parallax.core.fact import Claim, Fact
 from parallax.core.phase import Phase
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Rewrite, Room
-from parallax.core.transform import Transform, compose, override, state
+from parallax.core.transform import Transform, compose, override, part, state
 
 # errors
 from parallax.errors import (
@@ -87,6 +87,7 @@ __all__ = [
     "mixed_precision",
     "override",
     "parse",
+    "part",
     "shard_zero",
     "state",
     "tensor_parallel",

@@ -50,6 +50,42 @@ class StepError(ParallaxError):
     """A training step was called in an order or with values that would train wrongly."""
 
 
+def gather_faults(faults: Iterable[ParallaxError]) -> tuple[str, str]:
+    """The kind and the text of the error that `raise_all` would raise; empty without faults."""
+    try:
+        raise_all(faults)
+    except ParallaxError as fault:
+        return type(fault).__name__, str(fault)
+    return "", ""
+
+
+def raise_found(found: list[tuple[str, str]]) -> None:
+    """Raise what the ranks of a world found: one kind and one text on all of them.
+
+    Args:
+        found: Kind and text of each rank, in rank order; empty strings where nothing was found.
+
+    Raises:
+        ParallaxError: Of the first kind found. When the ranks found different things, each text is
+            given with its rank.
+    """
+    kinds = [kind for kind, _ in found if kind]
+    if not kinds:
+        return
+    kind = next((k for k in _all_kinds() if k.__name__ == kinds[0]), ParallaxError)
+    if len(set(found)) == 1:
+        raise kind(found[0][1])
+    raise kind("\n".join(f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text))
+
+
+def _all_kinds() -> list[type[ParallaxError]]:
+    kinds, frontier = [ParallaxError], list(ParallaxError.__subclasses__())
+    while frontier:
+        kinds.append(frontier.pop())
+        frontier += kinds[-1].__subclasses__()
+    return kinds
+
+
 def raise_all(faults: Iterable[ParallaxError]) -> None:
     """Raise one error that lists every fault, of the kind of the first one.
 

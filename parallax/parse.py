@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from parallax.core.transform import Transform, compose, override
+from parallax.core.transform import Transform, compose, override, part
 from parallax.errors import ParallaxError
 from parallax.step import clip
 from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
@@ -21,6 +21,7 @@ VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
     "fp32": fp32,
     "mixed_precision": mixed_precision,
     "override": override,
+    "part": part,
     "shard_zero": shard_zero,
     "tensor_parallel": tensor_parallel,
     "tp": tp,
@@ -53,7 +54,14 @@ def parse(
             f"the composition {text!r} cannot be read: {error.msg}.\n\n"
             'Write transforms separated by commas: "tp(2), zero(2), bf16".'
         ) from None
-    assert isinstance(body, ast.Call)
+    # "tp(2)), zero(2" closes the call that the text was put into, and is then a tuple.
+    if not isinstance(body, ast.Call):
+        raise ParallaxError(
+            f"the composition {text!r} cannot be read: unmatched ')'.\n\n"
+            'Write transforms separated by commas: "tp(2), zero(2), bf16".'
+        )
+    if body.keywords:
+        raise _not_literal(body.keywords[0], text)
     return compose(*(_read(node, vocabulary, text) for node in body.args))
 
 
@@ -81,8 +89,11 @@ def _read(node: ast.expr, vocabulary: Mapping[str, Any], text: str) -> Any:
         options = {k.arg: _argument(k.value, vocabulary, text) for k in node.keywords if k.arg}
         try:
             return make(*args, **options)
-        except TypeError as error:
-            raise ParallaxError(f"the composition {text!r}: {error}.") from None
+        except ParallaxError:
+            raise
+        except (TypeError, ValueError) as error:
+            told = str(error).rstrip(".")
+            raise ParallaxError(f"the composition {text!r}: {told}.") from None
     raise _not_literal(node, text)
 
 
@@ -106,7 +117,7 @@ def _known(name: str, vocabulary: Mapping[str, Any], text: str) -> Any:
     return vocabulary[name]
 
 
-def _not_literal(node: ast.expr, text: str) -> ParallaxError:
+def _not_literal(node: ast.AST, text: str) -> ParallaxError:
     return ParallaxError(
         f"the composition {text!r} holds {ast.unparse(node)!r}, which is no transform.\n\n"
         "Only calls of transforms with literal arguments are read."

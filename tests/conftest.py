@@ -10,6 +10,8 @@ from hypothesis import settings
 
 from parallax.testing import World, pool
 
+pytest_plugins = ["parallax.testing.plugin"]
+
 # Before any test starts a thread pool: ranks and tests share few cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 torch.set_num_threads(1)

@@ -99,7 +99,7 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: parse("tp(2), zeor(2)"),
         (
             "the composition 'tp(2), zeor(2)' names 'zeor', which parallax does not know.\n\n"
-            "Did you mean zero? Known: bf16, clip, compose, dp, fp32, mixed_precision, override, "
+            "Did you mean zero? Known: bf16, clip, compose, dp, fp32, mixed_precision, override, part, "
             "shard_zero, tensor_parallel, tp, zero."
         ),
     ),
@@ -108,7 +108,7 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: parse("quux"),
         (
             "the composition 'quux' names 'quux', which parallax does not know.\n\n"
-            "Known: bf16, clip, compose, dp, fp32, mixed_precision, override, shard_zero, "
+            "Known: bf16, clip, compose, dp, fp32, mixed_precision, override, part, shard_zero, "
             "tensor_parallel, tp, zero."
         ),
     ),

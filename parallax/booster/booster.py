@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from parallax.booster.feed import Feed, rebuilding_fault, rebuilt
 from parallax.booster.keeping import Keeping
-from parallax.booster.pair import Pair, loss_of
+from parallax.booster.pair import Pair, batchnorm_faults, loss_of
 from parallax.booster.precision import with_precision
 from parallax.booster.preset import mesh_for
 from parallax.core.boosted import Boosted
@@ -103,6 +103,7 @@ class Booster(Keeping):
                     f"the dataloader was prepared for other data ranks than those of "
                     f"{self.transform!r}.\n\nPrepare it with the plugin that the Booster was given."
                 )
+            raise_all(batchnorm_faults(model, feed))
         pair = Pair(self.transform(model, optimizer))
         self._pairs.append(pair)
         boosted = pair.boosted

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, ClassVar
 
+import optree
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,11 +28,17 @@ from parallax.errors import DataError, StepError
 class Feed(DataLoader[Any]):
     """This rank's part of each global batch, with the number of samples in it.
 
+    Where the last global batch holds fewer samples than there are data ranks, a rank without one is
+    given a stand-in row, since it has to take part in every gather and reduction and few models run
+    on no rows. `rows` is 0 then, and the row counts for nothing in `Booster.backward`; metrics of
+    one's own should count by `rows`.
+
     Attributes:
         latest: The feed of this process that yielded last.
         mesh: The mesh whose data axes share the batches.
         uneven: Whether some batch may hold different numbers of samples on different data ranks;
             the same on every rank.
+        idle: Whether some rank may be left without samples; the same on every rank.
         rows: Samples of this rank in the batch that was yielded last.
     """
 
@@ -53,25 +61,33 @@ class Feed(DataLoader[Any]):
         )
         ranks = mesh["data_replicate"].size() * mesh["data_shard"].size()
         self.mesh = mesh
-        self.uneven = ranks > 1 and not drop_last
+        self.uneven = self.idle = ranks > 1 and not drop_last
         if isinstance(batches, GlobalBatches):
             tail = batches.samples % batches.batch_size
             self.uneven = not drop_last and tail % ranks != 0
+            self.idle = self.uneven and tail < ranks
             # Where scripts look for set_epoch; torch reads batch_sampler when there is one, and its
             # own __setattr__ protects the name.
             self.__dict__["sampler"] = batches
         self.rows = 0
-        self._seen: set[int] = set()
+        # Rows as the model sees them, and samples among them: they differ for a stand-in.
+        self._seen: set[tuple[int, int]] = set()
+        self._ran, self._ahead = True, False
 
     def __iter__(self) -> Iterator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self._counted(super().__iter__())
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for marker, batch in batches:
+        for marker, whole in batches:
             self.rows = len(marker)
-            self._seen.add(self.rows)
+            self._seen.add((max(self.rows, 1), self.rows))
+            self._ran, self._ahead = False, not self._ran
             Feed.latest = self
-            yield batch
+            yield whole.batch
+
+    def mark(self) -> None:
+        """Note that a model ran since the last batch was yielded."""
+        self._ran = True
 
     def rows_behind(self, lengths: set[int]) -> int:
         """Samples of this rank in the batch that the model ran on.
@@ -83,37 +99,74 @@ class Feed(DataLoader[Any]):
             The last batch's number, or an earlier batch's when the next one was already fetched.
 
         Raises:
-            StepError: The model ran on something else than this feed's batches.
+            StepError: The model ran on something else than this feed's batches, or it cannot be
+                told which of them.
         """
-        if not lengths or self.rows in lengths:
+        if not lengths:
             return self.rows
-        earlier = lengths & self._seen
-        if not earlier:
-            shown = ", ".join(map(str, sorted(lengths)))
-            raise StepError(
-                f"the loader's batches hold {' or '.join(map(str, sorted(self._seen)))} samples on "
-                f"this rank, and the model ran on tensors whose first dims are {shown}. The last "
-                "batch holds different numbers on different ranks, so the loss must be weighed, "
-                "and it cannot be told by what.\n\nSay how many samples the loss is the mean of: "
-                "booster.backward(loss, optimizer, rows=...); or leave the short batch out with "
-                "drop_last=True."
+        latest = max(self.rows, 1) in lengths
+        found = {rows for shown, rows in self._seen if shown in lengths}
+        if {0, 1} <= found and self._ahead:
+            raise _unknown(
+                "the model ran on one row, and the loader had yielded another batch before: it "
+                "cannot be told whether the row is a sample or stands in on a rank without one"
             )
-        return max(earlier)
+        if latest:
+            return self.rows
+        if not found:
+            held = " or ".join(str(rows) for rows in sorted({rows for rows, _ in self._seen}))
+            given = ", ".join(map(str, sorted(lengths)))
+            raise _unknown(
+                f"the loader's batches hold {held} samples on this rank, and the model ran on "
+                f"tensors whose first dims are {given}. The last batch holds different numbers on "
+                "different ranks, so the loss must be weighed, and it cannot be told by what"
+            )
+        return max(found)
+
+
+def _unknown(found: str) -> StepError:
+    return StepError(
+        f"{found}.\n\nSay how many samples the loss is the mean of, which dataloader.rows holds "
+        "when a batch is taken: booster.backward(loss, optimizer, rows=...); or leave the short "
+        "batch out with drop_last=True."
+    )
+
+
+class Whole:
+    """A batch that the loader passes on as it is, where it would cut a stand-in to no rows."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def pin_memory(self) -> Whole:
+        """Pin the batch; torch's loader calls this."""
+        return Whole(_pinned(self.batch))
+
+
+def _pinned(batch: Any) -> Any:
+    def pin(leaf: Any) -> Any:
+        if isinstance(leaf, MutableMapping):  # such as transformers' BatchEncoding
+            changed = copy.copy(leaf)
+            changed.update({key: _pinned(value) for key, value in leaf.items()})
+            return changed
+        return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
+
+    return optree.tree_map(pin, batch, none_is_leaf=True)
 
 
 class Counting:
     """A collate function that puts a tensor of as many elements as samples before the batch.
 
-    A tensor, since the loader answers a rank without samples by cutting all tensors of a stand-in
-    batch to no rows: so the count is cut to zero as well.
+    A tensor, since the loader answers a rank without samples by cutting the tensors of a stand-in
+    batch to no rows: so the count is cut to zero.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: list[Any]) -> tuple[Tensor, Any]:
+    def __call__(self, samples: list[Any]) -> tuple[Tensor, Whole]:
         """Collate samples, with their number in front."""
-        return torch.empty(len(samples), dtype=torch.bool), self.collate(samples)
+        return torch.empty(len(samples), dtype=torch.bool), Whole(self.collate(samples))
 
 
 def feed_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from parallax.booster.feed import Feed
 from parallax.core.boosted import Boosted
 from parallax.core.step import tensor_rows
-from parallax.errors import StepError
+from parallax.errors import DataError, StepError, raise_all
+from parallax.store.batchnorm import KINDS
 
 
 class Pair:
@@ -24,6 +25,8 @@ class Pair:
 
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         del module
+        if Feed.latest is not None:
+            Feed.latest.mark()
         if torch.is_grad_enabled():
             inputs = (*args, *kwargs.values())
             self._lengths = {len(x) for given in inputs for _, x in tensor_rows(given)}
@@ -36,7 +39,19 @@ class Pair:
         feed = Feed.latest
         if feed is None or feed.mesh is not self.boosted.mesh or not feed.uneven:
             return None
+        raise_all(batchnorm_faults(self.boosted.model, feed))
         return feed.rows_behind(self._lengths)
+
+
+def batchnorm_faults(model: nn.Module, feed: Feed) -> Iterator[DataError]:
+    """Why a model's statistics would be wrong on a feed's last batch."""
+    found = [name for name, module in model.named_modules() if isinstance(module, KINDS)]
+    if feed.idle and found:
+        yield DataError(
+            "the last global batch may hold fewer samples than there are data ranks, and "
+            f"{found[0]} would count the rows that stand in for them in its batch's statistics.\n\n"
+            "Use drop_last=True, or a batch size that leaves a longer rest."
+        )
 
 
 def loss_of(outputs: Any) -> Tensor:

@@ -10,11 +10,15 @@ of any composition can read just the blocks that meet its own.
 
 from __future__ import annotations
 
+import ctypes
 import json
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from parallax.core.slices import Box
 from parallax.errors import CheckpointError
@@ -31,10 +35,12 @@ class Part:
     Attributes:
         file: Name of the file in the checkpoint's directory.
         box: Which block of the whole tensor it is.
+        crc: CRC-32 of its bytes.
     """
 
     file: str
     box: Box
+    crc: int
 
 
 @dataclass
@@ -56,6 +62,8 @@ class Index:
         tensors: Entries by key.
         values: State that is no tensor, by key.
         groups: The optimizer's groups: parameter names and settings.
+        optimizer: Name of the optimizer's class.
+        token: What every file of this checkpoint carries, and no other's does.
     """
 
     composition: str
@@ -63,6 +71,8 @@ class Index:
     tensors: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+    optimizer: str | None = None
+    token: str = ""
 
     def to_json(self) -> str:
         """The index as text."""
@@ -71,7 +81,12 @@ class Index:
                 "dtype": entry.dtype,
                 "shape": entry.shape,
                 "parts": [
-                    {"file": p.file, "offsets": p.box.offsets, "lengths": p.box.lengths}
+                    {
+                        "file": p.file,
+                        "offsets": p.box.offsets,
+                        "lengths": p.box.lengths,
+                        "crc32": p.crc,
+                    }
                     for p in entry.parts
                 ],
             }
@@ -82,6 +97,8 @@ class Index:
             "version": VERSION,
             "composition": self.composition,
             "step": self.step,
+            "token": self.token,
+            "optimizer": self.optimizer,
         }
         tail = {"tensors": tensors, "values": self.values, "groups": self.groups}
         return json.dumps({**rest, **tail}, indent=1)
@@ -123,6 +140,7 @@ def _index(raw: dict[str, Any]) -> Index:
                 Part(
                     _plain_name(p["file"]),
                     Box(tuple(map(int, p["offsets"])), tuple(map(int, p["lengths"]))),
+                    int(p["crc32"]),
                 )
                 for p in row["parts"]
             ],
@@ -135,6 +153,8 @@ def _index(raw: dict[str, Any]) -> Index:
         tensors=tensors,
         values=dict(raw["values"]),
         groups=list(raw["groups"]),
+        optimizer=raw["optimizer"],
+        token=str(raw["token"]),
     )
 
 
@@ -152,6 +172,15 @@ def _nothing_there(directory: Path) -> str:
         files = sorted(p.name for p in directory.iterdir())[:6]
         found = f"the directory holds no {INDEX} but {', '.join(files) or 'nothing'}"
     return f"no checkpoint at {directory}: {found}.\n\nGive the directory that boosted.save wrote."
+
+
+def crc32(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes; the tensor is contiguous and on the CPU."""
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return 0
+    # Not through numpy, which is no dependency and knows no bfloat16.
+    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr()))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from parallax.checkpoint.files import Entry, Index, flat, read_index
+from parallax.checkpoint.files import Entry, Index, Part, crc32, flat, read_index
 from parallax.checkpoint.save import settings
 from parallax.core.boosted import KINDS, Boosted, Kind
 from parallax.core.mesh import agree
@@ -42,7 +42,7 @@ def load_(
         index = read_index(path)
         _fits(boosted, index, kinds, path)
         with ExitStack() as stack:
-            tree = _read(boosted, index, kinds, _Reader(path, stack))
+            tree = _read(boosted, index, kinds, _Reader(path, index.token, stack))
     except CheckpointError as error:
         fault = str(error)
     _, found = agree("", fault)
@@ -66,7 +66,7 @@ def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -
         faults += [
             f"{key[len(kind) + 1 :]} is in the model only" for key in here if key not in saved
         ]
-        faults += [f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in saved - set(here)]
+        faults += [f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in sorted(saved - set(here))]
         faults += [
             f"{key[len(kind) + 1 :]} has shape {index.tensors[key].shape} in the checkpoint and "
             f"{tuple(t.shape)} in the model"
@@ -74,6 +74,9 @@ def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -
             if key in saved and index.tensors[key].shape != tuple(t.shape)
         ]
     if boosted.optimizer is not None and "moments" in kinds:
+        kind = type(boosted.optimizer).__name__
+        if index.optimizer != kind:
+            faults.append(f"the optimizer is {kind}, the checkpoint's is {index.optimizer}")
         mine = [row["params"] for row in settings(boosted)]
         theirs = [row["params"] for row in index.groups]
         if mine != theirs:
@@ -156,10 +159,12 @@ def _all(entry: Entry) -> Box:
 class _Reader:
     """Reads blocks out of the files of one checkpoint, each opened once and memory-mapped."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, token: str, stack: ExitStack) -> None:
         self._directory = directory
+        self._token = token
         self._stack = stack
         self._files: dict[str, Any] = {}
+        self._checked: set[tuple[str, str]] = set()
 
     def block(self, key: str, entry: Entry, wanted: Box) -> Tensor:
         """One block of a tensor, put together from the parts that meet it."""
@@ -174,7 +179,7 @@ class _Reader:
             meet = part.box.overlap(wanted)
             if meet.empty:
                 continue
-            piece = self._slice(part.file, key, part.box, meet)
+            piece = self._slice(key, part, meet)
             out[meet.within(wanted)] = piece
             read += piece.numel()
         if read != out.numel():
@@ -184,29 +189,38 @@ class _Reader:
             )
         return out
 
-    def _slice(self, file: str, key: str, part: Box, meet: Box) -> Tensor:
+    def _slice(self, key: str, part: Part, meet: Box) -> Tensor:
+        where = self._directory / part.file
         try:
-            handle = self._open(file)
-            if not part.lengths:
-                return handle.get_tensor(key)
-            rows = handle.get_slice(key)
-            if tuple(rows.get_shape()) != part.lengths:
-                raise CheckpointError(
-                    f"{key} in {self._directory / file} has shape {tuple(rows.get_shape())}, and the "
-                    f"index says {part.lengths}.\n\nThe files are from different checkpoints."
-                )
-            return rows[meet.within(part)]
+            whole = self._open(part.file).get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{key} cannot be read from {self._directory / file}: {error}.\n\n"
-                "The file is missing or damaged; load another checkpoint."
+                f"{key} cannot be read from {where}: {error}.\n\nThe file is missing or damaged; load "
+                "another checkpoint."
             ) from None
+        if tuple(whole.shape) != part.box.lengths:
+            raise CheckpointError(
+                f"{key} in {where} has shape {tuple(whole.shape)}, and the index says "
+                f"{part.box.lengths}.\n\nThe files are from different checkpoints."
+            )
+        if (key, part.file) not in self._checked:
+            if crc32(whole) != part.crc:
+                raise CheckpointError(
+                    f"{key} in {where} is damaged: its bytes do not have the checksum that the index "
+                    "holds.\n\nLoad another checkpoint."
+                )
+            self._checked.add((key, part.file))
+        return whole[meet.within(part.box)] if part.box.lengths else whole
 
     def _open(self, file: str) -> Any:
         if file not in self._files:
-            self._files[file] = self._stack.enter_context(
-                safe_open(self._directory / file, framework="pt")
-            )
+            handle = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
+            if (handle.metadata() or {}).get("token") != self._token:
+                raise CheckpointError(
+                    f"{self._directory / file} belongs to another checkpoint than the index beside "
+                    "it.\n\nPut the files of one checkpoint together, or load another one."
+                )
+            self._files[file] = handle
         return self._files[file]
 
 

@@ -13,13 +13,16 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from parallax.checkpoint.files import INDEX, Entry, Index, Part, flat
+from parallax.checkpoint.files import INDEX, Entry, Index, Part, crc32, flat
 from parallax.core.axes import AXES
 from parallax.core.bind import group_names
 from parallax.core.boosted import KINDS, Boosted, Kind
 from parallax.core.mesh import agree
 from parallax.core.slices import Box, box, held_once, local
 from parallax.errors import CheckpointError
+
+Row = tuple[str, str, tuple[int, ...], Box, int]
+"""A part that this rank writes: key, dtype, whole shape, block and checksum."""
 
 
 def save(
@@ -52,18 +55,18 @@ def save(
             partial.mkdir()
 
     _together(begin, f"cannot write a checkpoint to {target}")
-    mine: list[tuple[str, str, tuple[int, ...], Box]] = []
+    mine: list[Row] = []
     values: dict[str, Any] = {}
     file = f"rank-{rank:05d}.safetensors"
 
     def write() -> None:
         tensors = _mine(boosted, kinds, mine, values)
         if tensors:
-            save_file(tensors, partial / file)
+            save_file(tensors, partial / file, metadata={"token": token[0]})
 
     def finish() -> None:
         if rank == 0:
-            (partial / INDEX).write_text(_index(boosted, kinds, rows, values).to_json())
+            (partial / INDEX).write_text(_index(boosted, kinds, rows, values, token[0]).to_json())
             _replace(partial, target)
 
     try:
@@ -97,7 +100,7 @@ def _together(work: Callable[[], None], what: str) -> None:
 def _mine(
     boosted: Boosted,
     kinds: tuple[Kind, ...],
-    rows: list[tuple[str, str, tuple[int, ...], Box]],
+    rows: list[Row],
     values: dict[str, Any],
 ) -> dict[str, Tensor]:
     coordinate = boosted.mesh.get_coordinate()
@@ -112,20 +115,26 @@ def _mine(
         whole = value.numel() == 0
         if held_once(value, coordinate, AXES) and (not block.empty or whole):
             tensors[key] = local(value.detach()).cpu().contiguous()
-            rows.append((key, str(value.dtype)[6:], tuple(value.shape), block))
+            dtype = str(value.dtype).removeprefix("torch.")
+            rows.append((key, dtype, tuple(value.shape), block, crc32(tensors[key])))
     return tensors
 
 
 def _index(
-    boosted: Boosted, kinds: tuple[Kind, ...], rows: list[Any], values: dict[str, Any]
+    boosted: Boosted,
+    kinds: tuple[Kind, ...],
+    rows: list[Any],
+    values: dict[str, Any],
+    token: str,
 ) -> Index:
-    index = Index(boosted.plan.composition, boosted.step, values=values)
+    index = Index(boosted.plan.composition, boosted.step, values=values, token=token)
     for file, parts in rows:
-        for key, dtype, shape, block in parts:
+        for key, dtype, shape, block, crc in parts:
             entry = index.tensors.setdefault(key, Entry(dtype, shape))
-            entry.parts.append(Part(file, block))
+            entry.parts.append(Part(file, block, crc))
     if boosted.optimizer is not None and "moments" in kinds:
         index.groups = settings(boosted)
+        index.optimizer = type(boosted.optimizer).__name__
     return index
 
 

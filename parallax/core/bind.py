@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -232,31 +233,64 @@ def elementwise_fault(optimizer: Optimizer, why: str) -> OptimizerError | None:
     )
 
 
-def _probe(optimizer: Optimizer, steps: int = 3) -> str | None:
+def _probe(optimizer: Optimizer, steps: int = 30, most: int = 1 << 18) -> str | None:
+    """Try each group, with its settings, on a tensor of its largest parameter's shape, whole and cut.
+
+    Many steps, since some optimizers start their matrix work late, and the real shape, since some
+    factorise large matrices only; dims are halved until at most `most` elements are left.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        rows = [p for p in group["params"] if p.requires_grad and p.ndim and p.numel()]
+        for matrix in (True, False):
+            same = [p for p in rows if (p.ndim > 1) == matrix]
+            if not same:
+                continue
+            shape = list(max(same, key=lambda p: p.numel()).shape)
+            while math.prod(shape) > most:
+                largest = shape.index(max(shape))
+                shape[largest] = -(-shape[largest] // 2)
+            finding = _try(optimizer, index, shape, steps)
+            if finding is not None:
+                return finding
+    return None
+
+
+def _try(optimizer: Optimizer, index: int, shape: list[int], steps: int) -> str | None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         generator = torch.Generator().manual_seed(0)
-        whole = torch.randn(6, 4, generator=generator)
-        gradients = [torch.randn(6, 4, generator=generator) for _ in range(steps)]
+        whole = torch.randn(shape, generator=generator)
+        gradients = [torch.randn(shape, generator=generator) for _ in range(steps)]
         try:
-            reference = _trajectory(optimizer, whole, gradients)
-            top = _trajectory(optimizer, whole[:2], [g[:2] for g in gradients])
-            rest = _trajectory(optimizer, whole[2:], [g[2:] for g in gradients])
+            reference = _trajectory(optimizer, index, whole, gradients)
+            for dim, size in enumerate(shape[:2]):
+                if size < 2:
+                    continue
+                parts = [
+                    _trajectory(optimizer, index, start, list(grads))
+                    for start, *grads in zip(
+                        *(t.tensor_split([size // 3 or 1], dim) for t in (whole, *gradients)),
+                        strict=True,
+                    )
+                ]
+                # float32 arithmetic on the same numbers may differ by vector width only.
+                if not torch.allclose(torch.cat(parts, dim), reference, rtol=1e-4, atol=1e-6):
+                    return "updates a part of a matrix differently from the whole: it needs whole matrices"
         except Exception as error:
             return f"could not be tried on a part of a matrix ({type(error).__name__}: {error})"
-    # float32 element-wise arithmetic on the same numbers may differ by vector width only.
-    if torch.allclose(torch.cat([top, rest]), reference, rtol=1e-5, atol=1e-7):
-        return None
-    return "updates a part of a matrix differently from the whole: it needs whole matrices"
+    return None
 
 
-def _trajectory(optimizer: Optimizer, start: Tensor, gradients: list[Tensor]) -> Tensor:
+def _trajectory(
+    optimizer: Optimizer, index: int, start: Tensor, gradients: list[Tensor]
+) -> Tensor:
     trial = copy.copy(optimizer)
-    trial.__dict__.pop("step", None)  # schedulers and earlier bindings put their own step there
+    for bound in ("step", "zero_grad"):  # schedulers and earlier bindings put their own there
+        trial.__dict__.pop(bound, None)
     trial.state = defaultdict(dict)
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         setattr(trial, hooks, OrderedDict())
     parameter = nn.Parameter(start.clone())
-    settings = {k: v for k, v in optimizer.param_groups[0].items() if k != "params"}
+    settings = {k: v for k, v in optimizer.param_groups[index].items() if k != "params"}
     trial.param_groups = [{**settings, "params": [parameter]}]
     for gradient in gradients:
         parameter.grad = gradient.clone()

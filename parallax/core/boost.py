@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,9 +21,9 @@ from parallax.core.names import Names
 from parallax.core.phase import Phase
 from parallax.core.plan import ordered
 from parallax.core.rewrite import Draft, Room
-from parallax.core.step import grad_of
+from parallax.core.step import StandIn, grad_of
 from parallax.core.transform import OptimizerLike, Transform
-from parallax.errors import OptimizerError, ParallaxError, StepError, raise_all
+from parallax.errors import OptimizerError, ParallaxError, StepError, gather_faults, raise_found
 from parallax.launch import launch
 
 _MARK = "_parallax_plan"
@@ -34,31 +35,34 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     faults: list[ParallaxError] = []
     plan = _attempt(faults, lambda: transform.plan(dist.get_world_size()))
     if already := getattr(model, _MARK, None):
-        faults.append(_boosted_twice(model, already, transform))
+        faults.append(_boosted_twice(already, transform))
     names = Names.of(model)
     if not faults:
         optimizer = _attempt(faults, lambda: _optimizer(model, optimizer))
     statement = _statement(transform, model, optimizer)
-    _raise_together(statement, faults, transform)
-    assert plan is not None and (optimizer is None or isinstance(optimizer, Optimizer))
+    _raise_together(statement, faults)
+    assert plan is not None
+    assert optimizer is None or isinstance(optimizer, Optimizer)
 
     if optimizer is not None:
         plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
     mesh = mesh_of(plan)
     draft = Draft(
-        (model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, nullcontext
+        (model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, _nothing, nullcontext
     )
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
-    _raise_together(statement, faults, transform)
+    _raise_together(statement, faults)
+    _agree_on_settings(_settings(model, optimizer))
 
     groups = group_names(optimizer, names, model) if optimizer is not None else []
     known = {id(p): name for name, p in names.parameters_of(model).items()}
     state = snapshot_state(optimizer, known) if optimizer is not None else {}
     broadcast((*model.parameters(), *model.buffers(), *_tensors(state)), mesh)
+    stand_in = StandIn()
     title = type(model).__name__  # fully_shard renames the class
     _share_randomness(mesh)
-    draft = draft._replace(grad=grad_of(model, mesh))
+    draft = draft._replace(grad=grad_of(model, mesh, stand_in))
     rooms: dict[str, Room] = {}
     settled = False
     for rewrite in plan.rewrites:
@@ -71,8 +75,8 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         draft = draft._replace(names=draft.names.follow(draft.parts, rewrite.phase, rewrite.name))
     if not settled:
         _settle(draft, mesh)
-    setattr(model, _MARK, repr(transform))
-    boosted = Boosted(draft, plan, rooms, title)
+    setattr(model, _MARK, (repr(transform), title))
+    boosted = Boosted(draft, plan, rooms, title, stand_in)
     if optimizer is not None:
         _install(optimizer, boosted)
     return boosted
@@ -103,9 +107,10 @@ def _optimizer(model: nn.Module, given: OptimizerLike) -> Optimizer | None:
     return made
 
 
-def _boosted_twice(model: nn.Module, first: str, second: Transform) -> StepError:
+def _boosted_twice(mark: tuple[str, str], second: Transform) -> StepError:
+    first, title = mark
     return StepError(
-        f"{second!r} was called on a {type(model).__name__} that is already boosted by {first}.\n\n"
+        f"{second!r} was called on a {title} that is already boosted by {first}.\n\n"
         f"Compose first, then call once: compose({first}, {second!r})(model, optimizer)."
     )
 
@@ -119,26 +124,50 @@ def _statement(transform: Transform, model: nn.Module, optimizer: OptimizerLike)
     return f"{transform!r} | {type(model).__name__} {digest(shapes)} | {kind}"
 
 
-def _raise_together(statement: str, faults: list[ParallaxError], transform: Transform) -> None:
+def _settings(model: nn.Module, optimizer: OptimizerLike) -> list[str]:
+    """What must agree beside shapes, a line each: what is trained, and each group's settings."""
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    lines = [f"frozen parameters: {', '.join(frozen) or 'none'}"]
+    if not isinstance(optimizer, Optimizer):
+        return lines
+    names = {id(p): name for name, p in model.named_parameters()}
+    plain = (bool, int, float, str, tuple, list, type(None))
+    for number, group in enumerate(optimizer.param_groups):
+        members = ", ".join(str(names.get(id(p))) for p in group["params"])
+        lines.append(f"group {number} of the optimizer: {members}")
+        for key, value in sorted(group.items(), key=lambda item: str(item[0])):
+            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if key != "params" and isinstance(value, plain):
+                lines.append(f"group {number} of the optimizer: {key}={value!r}")
+    return lines
+
+
+def _agree_on_settings(settings: list[str]) -> None:
+    digests, _ = agree(digest("\n".join(settings)), None)
+    if len(set(digests)) == 1:
+        return
+    _, rows = agree("", settings)
+    other = next(rank for rank, row in enumerate(rows) if row != rows[0])
+    mine, theirs = next(
+        pair for pair in itertools.zip_longest(rows[0], rows[other], fillvalue="nothing")
+        if pair[0] != pair[1]
+    )
+    raise StepError(
+        f"the ranks train with different settings:\n  rank 0: {mine}\n  rank {other}: {theirs}\n\n"
+        "Freeze the same parameters and make the same optimizer on every rank."
+    )
+
+
+def _raise_together(statement: str, faults: list[ParallaxError]) -> None:
     """Raise what any rank found, with the same text on every rank."""
-    mine = ""
-    if faults:
-        try:
-            raise_all(faults)
-        except ParallaxError as fault:
-            mine = str(fault)
-    statements, found = agree(statement, mine)
+    statements, found = agree(statement, gather_faults(faults))
+    raise_found(found)
     if len(set(statements)) > 1:
         rows = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(statements))
         raise StepError(
             f"the ranks boost different things:\n{rows}\n\n"
             "Build the same model, optimizer and composition on every rank."
         )
-    if any(found):
-        if len(set(found)) == 1:
-            raise_all(faults)
-        rows = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
-        raise (type(faults[0]) if faults else ParallaxError)(rows)
 
 
 def _settle(draft: Draft, mesh: Any) -> bool:
@@ -208,6 +237,13 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
         step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
     # A method, since torch's schedulers re-wrap optimizer.step through its __func__.
     optimizer.step = types.MethodType(step, optimizer)
+    own_zero_grad = optimizer.zero_grad
+
+    def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        own_zero_grad(set_to_none)
+        draft.forget()
+
+    optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
 
 
 def _closure_fault(optimizer: Optimizer, closure: Any, *, plain: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +20,7 @@ from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import local
-from parallax.core.step import read_loss, rows_of, to_device, weigh
+from parallax.core.step import StandIn, loss_of, read_loss, rows_of, to_device, weigh
 from parallax.errors import CheckpointError, StepError
 
 if TYPE_CHECKING:
@@ -67,13 +67,14 @@ class Boosted:
         rooms: What each rewrite keeps, by its name.
     """
 
-    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str) -> None:
+    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str, stand_in: StandIn) -> None:
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
         self.title = title
+        self._stand_in = stand_in
 
     @property
     def model(self) -> nn.Module:
@@ -165,6 +166,7 @@ class Boosted:
         for part in self._draft.parts:
             for parameter in part.parameters():
                 parameter.grad = None
+        self._draft.forget()
 
     def eval_step(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The global loss of a batch in evaluation mode, without gradients; as in `train_step`."""
@@ -175,7 +177,7 @@ class Boosted:
                 part.eval()
             with torch.no_grad(), self.context():
                 batch = to_device(batch, device_of(self.mesh))
-                value, count, is_sum = read_loss(loss_fn(self.model, batch), batch)
+                value, count, is_sum = loss_of(loss_fn, self.model, batch, self._stand_in)
                 return weigh(value, count, is_sum, self.mesh)[0]
         finally:
             for module in training:
@@ -229,9 +231,12 @@ class Boosted:
         Raises:
             DataError: The tensors' first dims differ.
         """
+        if isinstance(batch, Mapping):
+            batch = dict(batch)  # optree takes mappings of other kinds as one leaf
         rows = rows_of(batch)
         if rows is None:
             return batch
+        self._stand_in.remember(batch)
         ranks, rank = self.plan.size(), rank_on(self.mesh)
         start, end = cut(rows, ranks, rank)
         return optree.tree_map(
@@ -398,7 +403,7 @@ def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]
 
 def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
     live = handle.boosted
-    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title)
+    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title, live._stand_in)
     snapshot._frozen = dict(zip(KINDS, children, strict=True))
     snapshot._step = snapshot._frozen["step"]
     return snapshot

@@ -99,16 +99,14 @@ def join(claims: Iterable[Claim]) -> dict[type[Fact], Fact]:
 
 def _dispute_text(disputes: dict[tuple[type[Fact], str], dict[Any, set[str]]]) -> str:
     lines: list[str] = []
-    spoken: set[str] = set()
+    remedies: dict[str, None] = {}
     for (kind, name), values in sorted(
         disputes.items(), key=lambda item: (item[0][0].__qualname__, item[0][1])
     ):
         parties = sorted((min(by), value) for value, by in values.items())
-        spoken.update(by for by, _ in parties)
+        names = [by for by, _ in parties]
+        overrule = f"override({names[0]}, {names[1]})"
+        remedies[f"Keep one of {', '.join(names)}; to overrule on purpose: {overrule}."] = None
         stated = " and ".join(f"{by} says {value!r}" for by, value in parties)
         lines.append(f"{kind.__name__}.{name}: {stated}.")
-    names = sorted(spoken)
-    remedy = (
-        f"Keep one of {', '.join(names)}; to overrule on purpose: override({names[0]}, {names[1]})."
-    )
-    return "the transforms disagree. " + " ".join(lines) + f"\n\n{remedy}"
+    return "the transforms disagree. " + " ".join(lines) + "\n\n" + "\n".join(remedies)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from parallax.core.axes import AXES, DATA_AXES
 from parallax.core.plan import Plan
+
+T = TypeVar("T")
 
 _MESHES: dict[tuple[object, str, tuple[int, ...]], DeviceMesh] = {}
 
@@ -62,20 +65,20 @@ def total(value: Tensor, mesh: DeviceMesh, axes: Iterable[str] = DATA_AXES) -> T
     return value
 
 
-def agree(statement: str, faults: str) -> tuple[list[str], list[str]]:
+def agree(statement: str, fault: T) -> tuple[list[str], list[T]]:
     """Exchange a statement and the faults found over all ranks, before anything is changed.
 
     Args:
         statement: What must be the same on every rank.
-        faults: What this rank found wrong; empty when nothing.
+        fault: What this rank found wrong, in any form that pickles.
 
     Returns:
-        Every rank's statement and every rank's faults, in rank order.
+        Every rank's statement and every rank's fault, in rank order.
     """
     if dist.get_world_size() == 1:
-        return [statement], [faults]
-    rows: list[tuple[str, str]] = [("", "")] * dist.get_world_size()
-    dist.all_gather_object(rows, (statement, faults))
+        return [statement], [fault]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, (statement, fault))
     return [row[0] for row in rows], [row[1] for row in rows]
 
 

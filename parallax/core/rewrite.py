@@ -24,6 +24,7 @@ Grad = Callable[[LossFn, Any], Tensor]
 Update = Callable[[], None]
 Sync = Callable[[bool], None]
 Settle = Callable[[], None]
+Forget = Callable[[], None]
 Context = Callable[[], AbstractContextManager[Any]]
 
 
@@ -40,6 +41,7 @@ class Draft(NamedTuple):
         sync: `(on) -> None`: whether the next backward reduces gradients over the data axes.
         settle: `() -> None`: runs before every update, outside all wrappers of it: brings gradients
             and parameters into the form an update needs, or says why they cannot be.
+        forget: `() -> None`: drops gradients that are kept elsewhere than in `.grad`.
         context: A context manager's maker: what must surround the loss function and the backward.
     """
 
@@ -51,6 +53,7 @@ class Draft(NamedTuple):
     update: Update
     sync: Sync
     settle: Settle
+    forget: Forget
     context: Context
 
 

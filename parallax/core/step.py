@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -120,11 +120,64 @@ def weigh(
     return sums[0] / sums[1], factor
 
 
-def grad_of(model: nn.Module, mesh: DeviceMesh) -> Grad:
+class StandIn:
+    """A row for a rank that got none, so that every rank runs the same forward and backward.
+
+    Where a short batch leaves a data rank without rows, the rank has to take part in every gather
+    and reduction all the same, and many models cannot run on no rows (`view(0, seq, -1, head)` is
+    ambiguous). It runs one row with weight zero: the first it ever saw, or ones.
+    """
+
+    def __init__(self) -> None:
+        self._row: Any = None
+
+    def remember(self, batch: Any) -> None:
+        """Keep the first row of the first batch."""
+        if self._row is None and not _empty(batch):
+            self._row = _rows(batch, lambda x: x[:1].clone())
+
+    def fill(self, batch: Any) -> tuple[Any, bool]:
+        """The batch to run, and whether it is a stand-in that must not count."""
+        if not _empty(batch):
+            return batch, False
+        ones = _rows(batch, lambda x: x.new_ones((1, *x.shape[1:])))
+        rows = ones if self._row is None else self._row
+        device = next(x.device for _, x in tensor_rows(batch))
+        return to_device(rows, device), True
+
+
+def _empty(batch: Any) -> bool:
+    lengths = [len(x) for _, x in tensor_rows(batch)]
+    return bool(lengths) and not any(lengths)
+
+
+def _rows(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        batch = dict(batch)
+    return optree.tree_map(
+        lambda x: change(x) if isinstance(x, Tensor) and x.ndim else x, batch, none_is_leaf=True
+    )
+
+
+def loss_of(
+    loss_fn: LossFn, model: nn.Module, batch: Any, stand_in: StandIn
+) -> tuple[Tensor, Tensor | float, bool]:
+    """Run the loss function, on a stand-in row of weight zero where this rank has no rows.
+
+    Returns:
+        As `read_loss`.
+    """
+    batch, idle = stand_in.fill(batch)
+    value, count, is_sum = read_loss(loss_fn(model, batch), batch)
+    return (value * 0.0, 0.0, is_sum) if idle else (value, count, is_sum)
+
+
+def grad_of(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> Grad:
     """The innermost `grad`: forward, weigh, backward."""
 
     def grad(loss_fn: LossFn, batch: Any) -> Tensor:
-        value, count, is_sum = read_loss(loss_fn(model, batch), batch)
+        stand_in.remember(batch)
+        value, count, is_sum = loss_of(loss_fn, model, batch, stand_in)
         loss, factor = weigh(value, count, is_sum, mesh)
         (value.to(factor.dtype) * factor).backward()
         return loss

@@ -144,18 +144,48 @@ def override(base: Transform, new: Transform) -> Transform:
         >>> override(compose(zero(2), bf16), zero(3)) == compose(zero(3), bf16)
         True
     """
-    ruled = {kind: set(fact.said()) for kind, fact in join(new.claims).items()}
-    touched = {
-        claim.by
-        for claim in base.claims
-        if ruled.get(type(claim.fact), set()) & set(claim.fact.said())
+    ruled = {
+        f"{kind.__name__}.{name}" for kind, fact in join(new.claims).items() for name in fact.said()
     }
+    # An axis that takes what is left, and one that takes a number, are two answers to one question.
+    ruled |= {f"Axes.{r.removeprefix('Fill.')}" for r in ruled if r.startswith("Fill.")}
     kept: set[Claim] = set()
-    for claim in base.claims:
-        if claim.by not in touched:
-            kept.add(claim)
-            continue
-        rest = claim.fact.without(ruled.get(type(claim.fact), set()))
-        if rest.said():
-            kept.add(claim._replace(by=f"override({claim.by}, {new!r})", fact=rest))
+    for atom in base.atoms.values():
+        fields = _fields(atom)
+        kept |= (part(atom, *sorted(fields - ruled)) if fields & ruled else atom).claims
     return Transform(frozenset(kept) | new.claims)
+
+
+def part(transform: Transform, *fields: str) -> Transform:
+    """What a transform states about some fields only.
+
+    Args:
+        transform: Any transform.
+        *fields: Fields as they are named in errors, for instance `"Axes.data_shard"`.
+
+    Raises:
+        ValueError: The transform states nothing about one of the fields.
+
+    Example:
+        >>> from parallax import zero
+        >>> part(zero(2, degree=4), "Axes.data_shard")
+        part(zero(2, degree=4), 'Axes.data_shard')
+    """
+    missing = set(fields) - _fields(transform)
+    if missing:
+        raise ValueError(
+            f"{transform!r} states nothing about {', '.join(sorted(missing))}. It states "
+            f"{', '.join(sorted(_fields(transform)))}."
+        )
+    by = f"part({', '.join((repr(transform), *map(repr, fields)))})"
+    kept: set[Claim] = set()
+    for claim in transform.claims:
+        kind = type(claim.fact).__name__
+        rest = claim.fact.without(n for n in claim.fact.said() if f"{kind}.{n}" not in fields)
+        if rest.said():
+            kept.add(claim._replace(by=by, fact=rest))
+    return Transform(frozenset(kept))
+
+
+def _fields(transform: Transform) -> set[str]:
+    return {f"{type(c.fact).__name__}.{n}" for c in transform.claims for n in c.fact.said()}

@@ -116,9 +116,11 @@ def _check(dataset: Any, batch_size: int, shuffle: bool, drop_last: bool, ranks:
             "made from; a loader needs at least one sample."
         )
     if drop_last and len(dataset) < batch_size:
+        largest = len(dataset) // ranks * ranks
+        other = f" or a batch size of at most {largest}" if largest else ""
         raise DataError(
             f"drop_last=True leaves no batch: {len(dataset)} samples are fewer than one global batch "
-            f"of {batch_size}.\n\nUse drop_last=False or a batch size of at most {len(dataset)}."
+            f"of {batch_size}.\n\nUse drop_last=False{other}."
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
@@ -41,7 +43,7 @@ def clip(max_norm: float) -> Transform:
         >>> clip(1.0)
         clip(1.0)
     """
-    good = isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and max_norm > 0
+    good = isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and 0 < max_norm < math.inf
     if not good:
         raise ValueError(
             f"clip was given max_norm={max_norm!r}. Give a positive number; to leave gradients as "

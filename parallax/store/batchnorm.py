@@ -8,6 +8,8 @@ the data axes, forward and backward; torch's SyncBatchNorm does the same, on GPU
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +28,12 @@ class _SumOverData(Function):
     """
 
     @staticmethod
-    def forward(ctx, value: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]
         ctx.mesh = mesh
         return total(value.clone(), mesh)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return total(grad.clone().contiguous(), ctx.mesh), None
 
 
@@ -49,45 +51,44 @@ def synchronise(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     return found
 
 
-def _forward_over(mesh: DeviceMesh):
-    def forward(self: BatchNorm, input: Tensor) -> Tensor:
-        self._check_input_dim(input)
-        use_batch = self.training or self.running_mean is None
-        if not use_batch:
-            return nn.functional.batch_norm(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                False,
-                0.0,
-                self.eps,
-            )
-        wide = input.double() if input.dtype == torch.float64 else input.float()
-        dims = [d for d in range(input.ndim) if d != 1]
-        here = torch.full(
-            (1,), input.numel() / max(input.shape[1], 1), device=wide.device, dtype=wide.dtype
-        )
-        count = total(here, mesh)
-        mean = _SumOverData.apply(wide.sum(dims), mesh) / count
-        shape = [1, -1] + [1] * (input.ndim - 2)
-        # Two passes: the sum of squares around the mean loses no digits to cancellation.
-        spread = _SumOverData.apply((wide - mean.view(shape)).square().sum(dims), mesh)
-        variance = spread / count
-        if self.training and self.track_running_stats:
-            _track(self, mean.detach(), (spread / (count - 1)).detach())
+def _forward_over(mesh: DeviceMesh) -> Callable[[BatchNorm, Tensor], Tensor]:
+    def forward(self: BatchNorm, x: Tensor) -> Tensor:
+        self._check_input_dim(x)
+        # Statistics are kept in float32 whatever the compute dtype, and one dtype enters a kernel.
+        wide = x.double() if x.dtype == torch.float64 else x.float()
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        if self.training or self.running_mean is None:
+            mean, variance = _statistics(self, wide, shape, mesh)
+        else:
+            assert self.running_var is not None
+            mean, variance = self.running_mean.to(wide.dtype), self.running_var.to(wide.dtype)
         out = (wide - mean.view(shape)) * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             out = out * self.weight.to(out.dtype).view(shape) + self.bias.to(out.dtype).view(shape)
-        return out.to(input.dtype)
+        return out.to(x.dtype)
 
     return forward
 
 
+def _statistics(
+    module: BatchNorm, x: Tensor, shape: list[int], mesh: DeviceMesh
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel over the global batch."""
+    dims = [d for d in range(x.ndim) if d != 1]
+    here = torch.full((1,), x.numel() / max(x.shape[1], 1), device=x.device, dtype=x.dtype)
+    count = total(here, mesh)
+    mean = _SumOverData.apply(x.sum(dims), mesh) / count
+    # Two passes: the sum of squares around the mean loses no digits to cancellation.
+    spread = _SumOverData.apply((x - mean.view(shape)).square().sum(dims), mesh)
+    if module.training and module.track_running_stats:
+        _track(module, mean.detach(), (spread / (count - 1)).detach())
+    return mean, spread / count
+
+
 @torch.no_grad()
 def _track(module: BatchNorm, mean: Tensor, unbiased: Tensor) -> None:
-    assert module.running_mean is not None and module.running_var is not None
+    assert module.running_mean is not None
+    assert module.running_var is not None
     assert module.num_batches_tracked is not None
     module.num_batches_tracked.add_(1)
     momentum = module.momentum

@@ -25,7 +25,7 @@ from parallax.core.rewrite import Draft, Room
 from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.facts import Precision, Sharding
-from parallax.store.units import units_of
+from parallax.store.units import shares_outside, units_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -40,7 +40,15 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     for pattern in plan[Precision].keep or ():
         # "norms" is a kind, of which a model may have none; a name that matches nothing is a
         # mistake.
-        if pattern != "norms" and not _kept(model, (pattern,)):
+        found = _kept(model, (pattern,))
+        for name, module in found.items():
+            if shares_outside(model, module):
+                yield RuleError(
+                    f"keep={pattern!r} names {name}, which shares a parameter with another module of "
+                    f"{type(model).__name__}: one parameter has one dtype.\n\nKeep neither or untie "
+                    "them."
+                )
+        if pattern != "norms" and not found:
             yield RuleError(
                 f"keep={pattern!r} matches no module with parameters of {type(model).__name__}.\n\n"
                 "Name 'norms', a class or a pattern of module names."
@@ -71,22 +79,23 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         _to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
     # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
     loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
-    normalised = synchronise(model, draft.mesh) if plan.size() > 1 else []
+    shared = plan.size() > 1 or precision.compute is not None
+    normalised = synchronise(model, draft.mesh) if shared else []
     replicas = plan.size("data_replicate")
     data = draft.mesh["data_replicate", "data_shard"] if replicas > 1 else draft.mesh["data_shard"]
     drop = sharding.stage == 3
     options: dict[str, Any] = {"mesh": data, "ignored_params": set(loose)}
     units = units_of(model, sharding.units)
     kept = _kept(model, precision.keep or ())
-    for module in kept.values():
-        compute = DTYPES[precision.compute or "fp32"]
-        wide = torch.float64 if compute == torch.float64 else torch.float32
-        policy = MixedPrecisionPolicy(param_dtype=wide, output_dtype=compute)
-        fully_shard(module, reshard_after_forward=drop, mp_policy=policy, **options)
+    compute = DTYPES[precision.compute or "fp32"]
+    wide = torch.float64 if compute == torch.float64 else torch.float32
+    full = MixedPrecisionPolicy(param_dtype=wide, output_dtype=compute)
     inner = _policy(precision, root=False)
-    for name, module in units.items():
-        if name not in kept and _has_parameters(module, loose):
-            fully_shard(module, reshard_after_forward=drop, mp_policy=inner, **options)
+    # Inner before outer: an outer call takes whatever is not yet taken.
+    for name, module in sorted((units | kept).items(), key=lambda item: -item[0].count(".")):
+        if _has_parameters(module, loose):
+            policy = full if name in kept else inner
+            fully_shard(module, reshard_after_forward=drop, mp_policy=policy, **options)
     _own_outputs(model, DTYPES.get(precision.outputs or "fp32") if precision.compute else None)
     # None: torch keeps the root's parameters until its backward, which follows at once.
     fully_shard(
@@ -98,11 +107,15 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _drop_after_inference(model, shards)
     store = Store(shards, loose, draft.mesh, hold=sharding.stage in (None, 1))
-    before = draft.settle
+    before, forget_inner = draft.settle, draft.forget
 
     def settle() -> None:
         before()
         store.settle()
+
+    def forget() -> None:
+        forget_inner()
+        store.forget()
 
     notes = {
         "units": list(units),
@@ -111,7 +124,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         "loose": len(loose),
         "store": store,
     }
-    return draft._replace(sync=store.sync, settle=settle), Room(notes=notes)
+    return draft._replace(sync=store.sync, settle=settle, forget=forget), Room(notes=notes)
 
 
 class Store:
@@ -154,12 +167,24 @@ class Store:
         for module in self._shards:
             group = module._get_fsdp_state()._fsdp_param_group
             for held in group.fsdp_params if group else ():
-                if held.unsharded_accumulated_grad is not None:
+                unreduced = held.unsharded_accumulated_grad
+                if unreduced is None and hasattr(held, "_unsharded_param"):
+                    unreduced = held._unsharded_param.grad
+                if unreduced is not None:
                     raise StepError(
                         f"the gradient of {held._param_fqn} was added up inside no_sync() and never "
                         "reduced over the data ranks.\n\nRun the last backward of the window outside "
                         "no_sync(), then step."
                     )
+
+    def forget(self) -> None:
+        """Drop gradients that were added up and not reduced; torch keeps them off `.grad`."""
+        for module in self._shards:
+            group = module._get_fsdp_state()._fsdp_param_group
+            for held in group.fsdp_params if group else ():
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
     @torch.no_grad()
     def _reduce_loose(self) -> None:
@@ -207,12 +232,15 @@ def _to_masters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that stay in float32. The model itself is none: that would be `fp32`."""
     found = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
-        is_norm = "norms" in patterns and "norm" in kind.lower()
+        own = next(module.parameters(recurse=False), None) is not None
+        is_norm = "norms" in patterns and "norm" in kind.lower() and own
         named = any(p == kind or matches(p, name) for p in patterns)
-        if (is_norm or named) and next(module.parameters(), None) is not None:
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if name and has_forward and (is_norm or named) and next(module.parameters(), None) is not None:
             found[name] = module
     return found
 

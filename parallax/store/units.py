@@ -35,7 +35,7 @@ def units_of(model: nn.Module, wanted: tuple[str, ...] | None) -> dict[str, nn.M
     """
     found = dict(_blocks("", model)) if wanted is None else _named(model, wanted)
     found.pop("", None)
-    return {name: m for name, m in found.items() if not _shares_outside(model, m)}
+    return {name: m for name, m in found.items() if not shares_outside(model, m)}
 
 
 def _blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -77,7 +77,8 @@ def _named(model: nn.Module, wanted: tuple[str, ...]) -> dict[str, nn.Module]:
     return {name: found[name] for name in order if not isinstance(found[name], nn.ModuleList)}
 
 
-def _shares_outside(model: nn.Module, unit: nn.Module) -> bool:
+def shares_outside(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether a module holds a parameter that another part of the model holds too."""
     inside = {id(m) for m in unit.modules()}
     mine = {id(p) for p in unit.parameters()}
     return any(

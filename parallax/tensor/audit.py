@@ -48,6 +48,7 @@ class Audit:
             model.register_forward_hook(self._outputs),
         ]
         self._forward = False
+        self._title = type(model).__name__  # fully_shard will rename the class
 
     def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._pending or not torch.is_grad_enabled():
@@ -68,7 +69,7 @@ class Audit:
         worst = self._worst(tensors)
         if worst is not None and worst[1] > self._bound(tensors):
             raise RuleError(
-                f"the output of {type(module).__name__} (tensor {worst[0]}) differs between the ranks "
+                f"the output of {self._title} (tensor {worst[0]}) differs between the ranks "
                 f"of a tensor group by {worst[1]:.1e} of its size: the rules leave an activation cut."
                 "\n\nEnd every column-cut path with a rowwise module, or gather it: "
                 "colwise_gather_output."

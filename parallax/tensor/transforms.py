@@ -29,7 +29,7 @@ def tp(
 ) -> Transform:
     """Cut linear layers and embeddings over ranks that share one batch (arXiv:1909.08053).
 
-    Attention must reshape its heads with `-1` (`x.view(batch, seq, -1, head_dim)`), since each rank
+    Attention must reshape its heads with `-1` (`x.unflatten(-1, (-1, head_dim))`), since each rank
     holds `heads / degree` of them.
 
     States:
@@ -63,6 +63,7 @@ def tp(
         raise ValueError("tp needs a number of ranks: tp(2).")
     degree_fault("tp", degree)
     pairs = tuple(rules.items()) if isinstance(rules, Mapping) else rules
+    pairs = None if pairs is None else tuple(sorted(pairs))  # rules are disjoint: order says nothing
     by = spell("tp", degree, rules=pairs, loss_parallel=loss_parallel)
     fact = Cutting(rules=pairs, loss_parallel=loss_parallel)
     return state(by, Axes(tp=degree), fact, rewrites=(TENSOR,))

@@ -211,7 +211,7 @@ def exported() -> set[str]:
 
     tools = {
         "compose",
-        "override",
+        "override", "part",
         "parse",
         "state",
         "layout",

@@ -1,8 +1,8 @@
-"""Training loops as scripts for ColossalAI write them train as one process on the global batches does.
+"""Loops as scripts for ColossalAI write them train as one process on the global batches does.
 
-A bound on float32 runs is measured: the one-process loop is run in float32 and in float64. Several ranks
-add the same numbers up in another order, which rounds as much again, so they may be off by a small
-multiple of the distance between the two.
+A bound on float32 runs is measured: the one-process loop is run in float32 and in float64. Several
+ranks add the same numbers up in another order, which rounds as much again, so they may be off by a
+small multiple of the distance between the two.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Scored(toys.Gpt):
     """A model that returns its own loss, as transformers' models do."""
 
     def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        tokens = tokens.view(len(tokens), -1)  # which torch refuses on no rows
         logits = super().forward(tokens)
         flat = logits.flatten(0, 1), targets.clamp(min=0).flatten()
         return {"loss": nn.functional.cross_entropy(*flat), "logits": logits}
@@ -92,7 +93,7 @@ def loop(plugin: Transform, rows: int, epochs: int = 2, *, prepare: bool = False
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
-            losses.append((float(loss.detach()), len(batch["tokens"])))
+            losses.append((float(loss.detach()), dataloader.rows))
     whole = booster.boosted(model).gather()
     return losses, whole and whole["params"]
 
@@ -230,15 +231,16 @@ def prefetched(plugin: Transform, rows: int) -> Any:
     losses = []
     for _ in range(2):
         batches = iter(dataloader)
-        ahead = next(batches, None)
+        ahead, coming = next(batches, None), dataloader.rows
         while ahead is not None:
-            batch, ahead = ahead, next(batches, None)
+            batch, rows = ahead, coming
+            ahead, coming = next(batches, None), dataloader.rows
             loss = criterion(model(**batch))
             booster.backward(loss, optimizer)
             optimizer.step()
             lr_scheduler.step()
             optimizer.zero_grad()
-            losses.append((float(loss.detach()), len(batch["tokens"])))
+            losses.append((float(loss.detach()), rows))
     whole = booster.boosted(model).gather()
     return losses, whole and whole["params"]
 

@@ -249,7 +249,7 @@ def save_again(directory: str, break_rank: int | None) -> str:
     boosted = build(3)
     real = save.save_file
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == break_rank:

@@ -190,7 +190,7 @@ def test_ranks_with_different_settings_are_refused_alike(what: str, world2: Worl
     one, other = world2.run(differently, what)
     assert one == other
     assert one[0] == "StepError", one
-    assert one[1].startswith("the ranks boost different things:\n")
+    assert one[1].startswith("the ranks train with different settings:\n  rank 0: ")
 
 
 def test_the_same_on_every_rank_is_taken(world2: World) -> None:

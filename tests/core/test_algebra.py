@@ -28,6 +28,7 @@ from parallax import (
     tp,
     zero,
 )
+from parallax.core.axes import Axes, Fill
 from parallax.core.fact import join
 from parallax.parse import VOCABULARY
 
@@ -103,7 +104,7 @@ def agreed(make: Callable[[], Transform]) -> Transform | None:
 
 
 def test_every_transform_of_the_vocabulary_is_drawn() -> None:
-    assert set(MAKERS) == set(VOCABULARY) - {"compose", "override"}
+    assert set(MAKERS) == set(VOCABULARY) - {"compose", "override", "part"}
 
 
 @given(st.lists(transforms, max_size=4), st.randoms())
@@ -204,7 +205,10 @@ def test_overriding_is_overriding_in_turn(a: Transform, b: Transform, c: Transfo
 @given(few, few)
 def test_override_is_compose_where_nothing_disagrees(a: Transform, b: Transform) -> None:
     both = agreed(lambda: compose(a, b))
-    if both is not None:
+    # A fill in b rules a number in a, where compose would let the number win: see below.
+    fills = join(b.claims).get(Fill, Fill()).said()
+    numbers = set(join(a.claims).get(Axes, Axes()).said()) - set(join(b.claims).get(Axes, Axes()).said())
+    if both is not None and not numbers & set(fills):
         assert join(override(a, b).claims) == join(both.claims)
 
 
@@ -236,7 +240,7 @@ def test_the_remedy_of_a_conflict_works(parts: tuple[Transform, ...]) -> None:
     """Its overrides must each name two transforms that do disagree."""
     with pytest.raises(ConflictError) as caught:
         compose(*parts)
-    remedies = re.findall(r"override\(([^,]+), ([^,]+)\)(?=[.,;]|$)", str(caught.value))
+    remedies = re.findall(r"override\(([^,\n]+), ([^,\n]+)\)(?=[.,;]|$)", str(caught.value))
     assert remedies
     for base, new in remedies:
         two = [eval(text, dict(NAMES)) for text in (base, new)]

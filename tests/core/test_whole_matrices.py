@@ -198,10 +198,10 @@ def test_lbfgs_keeps_parameters_aside() -> None:
         (
             "OptimizerError",
             (
-                "the optimizer LBFGS keeps parameters of its own in the attribute _params, and this "
-                "composition replaces the model's parameters: its step would change the old ones.\n\n"
-                "Use an optimizer that reads its parameters from param_groups, or train without dp, "
-                "zero, tp and mixed_precision."
+                "the optimizer LBFGS keeps parameters of its own in the attribute _params, and "
+                "this composition replaces the model's parameters: its step would change the old "
+                "ones.\n\nUse an optimizer that reads its parameters from param_groups, or train "
+                "without dp, zero, tp and mixed_precision."
             ),
         )
     ]

@@ -99,8 +99,8 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: parse("tp(2), zeor(2)"),
         (
             "the composition 'tp(2), zeor(2)' names 'zeor', which parallax does not know.\n\n"
-            "Did you mean zero? Known: bf16, clip, compose, dp, fp32, mixed_precision, override, part, "
-            "shard_zero, tensor_parallel, tp, zero."
+            "Did you mean zero? Known: bf16, clip, compose, dp, fp32, mixed_precision, override, "
+            "part, shard_zero, tensor_parallel, tp, zero."
         ),
     ),
     "unknown name like no other": (

@@ -118,7 +118,7 @@ class Files:
         handle = self._handles[key]
         if wanted is None or not wanted.lengths:
             return handle.get_tensor(key)
-        return handle.get_slice(key)[wanted.index]
+        return handle.get_slice(key)[wanted.window]
 
     def __enter__(self) -> Self:
         return self

@@ -124,8 +124,8 @@ def read_index(directory: Path) -> Index:
         return _index(raw)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
-            f"the index {path} is not one of a parallax checkpoint: {type(error).__name__}: {error}."
-            f"\n\nExpected format {FORMAT!r}, version {VERSION}."
+            f"the index {path} is not one of a parallax checkpoint: {type(error).__name__}: "
+            f"{error}.\n\nExpected format {FORMAT!r}, version {VERSION}."
         ) from None
 
 

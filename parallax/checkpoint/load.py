@@ -66,7 +66,9 @@ def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -
         faults += [
             f"{key[len(kind) + 1 :]} is in the model only" for key in here if key not in saved
         ]
-        faults += [f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in sorted(saved - set(here))]
+        faults += [
+            f"{key[len(kind) + 1 :]} is in the checkpoint only" for key in sorted(saved - set(here))
+        ]
         faults += [
             f"{key[len(kind) + 1 :]} has shape {index.tensors[key].shape} in the checkpoint and "
             f"{tuple(t.shape)} in the model"
@@ -195,8 +197,8 @@ class _Reader:
             whole = self._open(part.file).get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{key} cannot be read from {where}: {error}.\n\nThe file is missing or damaged; load "
-                "another checkpoint."
+                f"{key} cannot be read from {where}: {error}.\n\nThe file is missing or damaged; "
+                "load another checkpoint."
             ) from None
         if tuple(whole.shape) != part.box.lengths:
             raise CheckpointError(
@@ -206,8 +208,8 @@ class _Reader:
         if (key, part.file) not in self._checked:
             if crc32(whole) != part.crc:
                 raise CheckpointError(
-                    f"{key} in {where} is damaged: its bytes do not have the checksum that the index "
-                    "holds.\n\nLoad another checkpoint."
+                    f"{key} in {where} is damaged: its bytes do not have the checksum that the "
+                    "index holds.\n\nLoad another checkpoint."
                 )
             self._checked.add((key, part.file))
         return whole[meet.within(part.box)] if part.box.lengths else whole

@@ -86,7 +86,7 @@ def _together(work: Callable[[], None], what: str) -> None:
         work()
     except OSError as error:
         fault = str(error)
-    except Exception as error:  # safetensors raises its own kinds; a rank must not be left waiting
+    except Exception as error:  # noqa: BLE001  safetensors raises its own kinds; a rank must not be left waiting
         fault = f"{type(error).__name__}: {error}"
     _, found = agree("", fault)
     if any(found):

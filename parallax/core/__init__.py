@@ -1,3 +1,1 @@
-"""The algebra: facts, rewrites, transforms, plans and the boosted pair. No parallelism lives
-here.
-"""
+"""The algebra: facts, rewrites, transforms, plans and the boosted pair; no parallelism."""

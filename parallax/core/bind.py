@@ -63,8 +63,8 @@ def group_names(optimizer: Optimizer, names: Names, model: nn.Module) -> list[li
             name = known.get(id(parameter))
             if name is None:
                 raise OptimizerError(
-                    f"the optimizer {type(optimizer).__name__} holds a parameter that is not in the "
-                    f"model {type(model).__name__}: group {g}, position {i}, shape "
+                    f"the optimizer {type(optimizer).__name__} holds a parameter that is not in "
+                    f"the model {type(model).__name__}: group {g}, position {i}, shape "
                     f"{tuple(parameter.shape)}.\n\nMake the optimizer from this model's "
                     "parameters(), after the last change to the model and before boosting."
                 )
@@ -189,9 +189,7 @@ def _check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
 
 
 def _held_aside(optimizer: Optimizer) -> Iterable[OptimizerError]:
-    """Parameters that an optimizer keeps outside its groups, where re-pointing cannot reach
-    them.
-    """
+    """Find parameters that an optimizer keeps outside its groups, out of re-pointing's reach."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for name, value in vars(optimizer).items():
         if name in ("param_groups", "state"):
@@ -201,10 +199,10 @@ def _held_aside(optimizer: Optimizer) -> Iterable[OptimizerError]:
         if any(id(row) in mine for row in rows):
             kind = type(optimizer).__name__
             yield OptimizerError(
-                f"the optimizer {kind} keeps parameters of its own in the attribute {name}, and this "
-                "composition replaces the model's parameters: its step would change the old ones."
-                f"\n\nUse an optimizer that reads its parameters from param_groups, or train without "
-                "dp, zero, tp and mixed_precision."
+                f"the optimizer {kind} keeps parameters of its own in the attribute {name}, and "
+                "this composition replaces the model's parameters: its step would change the old "
+                "ones.\n\nUse an optimizer that reads its parameters from param_groups, or train "
+                "without dp, zero, tp and mixed_precision."
             )
             return
 
@@ -234,7 +232,7 @@ def elementwise_fault(optimizer: Optimizer, why: str) -> OptimizerError | None:
 
 
 def _probe(optimizer: Optimizer, steps: int = 30, most: int = 1 << 18) -> str | None:
-    """Try each group, with its settings, on a tensor of its largest parameter's shape, whole and cut.
+    """Try each group, with its settings, on a tensor of its largest parameter's shape.
 
     Many steps, since some optimizers start their matrix work late, and the real shape, since some
     factorise large matrices only; dims are halved until at most `most` elements are left.
@@ -274,15 +272,16 @@ def _try(optimizer: Optimizer, index: int, shape: list[int], steps: int) -> str 
                 ]
                 # float32 arithmetic on the same numbers may differ by vector width only.
                 if not torch.allclose(torch.cat(parts, dim), reference, rtol=1e-4, atol=1e-6):
-                    return "updates a part of a matrix differently from the whole: it needs whole matrices"
-        except Exception as error:
+                    return (
+                        "updates a part of a matrix differently from the whole: it needs whole "
+                        "matrices"
+                    )
+        except Exception as error:  # noqa: BLE001  whatever a trial raises is the finding
             return f"could not be tried on a part of a matrix ({type(error).__name__}: {error})"
     return None
 
 
-def _trajectory(
-    optimizer: Optimizer, index: int, start: Tensor, gradients: list[Tensor]
-) -> Tensor:
+def _trajectory(optimizer: Optimizer, index: int, start: Tensor, gradients: list[Tensor]) -> Tensor:
     trial = copy.copy(optimizer)
     for bound in ("step", "zero_grad"):  # schedulers and earlier bindings put their own there
         trial.__dict__.pop(bound, None)
@@ -320,7 +319,7 @@ def rebind(
         if name in parameters:
             parameter = parameters[name]
             fresh[parameter] = {key: _cut(value, parameter) for key, value in entries.items()}
-    optimizer.state = fresh
+    optimizer.state = fresh  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()
@@ -333,7 +332,7 @@ def _cut(value: Any, parameter: nn.Parameter) -> Any:
     # Moments keep their own dtype: a model stored in bf16 has its masters, and so its state, in
     # fp32 from here on only if the state is converted with it.
     dtype = part.dtype if value.is_floating_point() else value.dtype
-    mine = value[box(parameter).index].to(device=part.device, dtype=dtype, copy=True)
+    mine = value[box(parameter).window].to(device=part.device, dtype=dtype, copy=True)
     return like(mine.contiguous(), parameter)
 
 

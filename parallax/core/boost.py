@@ -48,7 +48,16 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
     mesh = mesh_of(plan)
     draft = Draft(
-        (model,), optimizer, mesh, names, _no_grad_yet, _no_update, _any, _nothing, _nothing, nullcontext
+        (model,),
+        optimizer,
+        mesh,
+        names,
+        _no_grad_yet,
+        _no_update,
+        _any,
+        _nothing,
+        _nothing,
+        nullcontext,
     )
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
@@ -136,9 +145,9 @@ def _settings(model: nn.Module, optimizer: OptimizerLike) -> list[str]:
         members = ", ".join(str(names.get(id(p))) for p in group["params"])
         lines.append(f"group {number} of the optimizer: {members}")
         for key, value in sorted(group.items(), key=lambda item: str(item[0])):
-            value = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-            if key != "params" and isinstance(value, plain):
-                lines.append(f"group {number} of the optimizer: {key}={value!r}")
+            told = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+            if key != "params" and isinstance(told, plain):
+                lines.append(f"group {number} of the optimizer: {key}={told!r}")
     return lines
 
 
@@ -149,7 +158,8 @@ def _agree_on_settings(settings: list[str]) -> None:
     _, rows = agree("", settings)
     other = next(rank for rank, row in enumerate(rows) if row != rows[0])
     mine, theirs = next(
-        pair for pair in itertools.zip_longest(rows[0], rows[other], fillvalue="nothing")
+        pair
+        for pair in itertools.zip_longest(rows[0], rows[other], fillvalue="nothing")
         if pair[0] != pair[1]
     )
     raise StepError(
@@ -207,9 +217,7 @@ def _share_randomness(mesh: Any) -> None:
 
 
 def _install(optimizer: Optimizer, boosted: Boosted) -> None:
-    """Make `optimizer.step()` and `zero_grad()` mean the composed update, for hand-written
-    loops.
-    """
+    """Make `optimizer.step()` the composed update and `zero_grad()` forget all gradients."""
     draft, binding = boosted._draft, boosted.rooms[BIND.name].notes["binding"]
     inner = needs_closure(optimizer)
 
@@ -251,8 +259,8 @@ def _closure_fault(optimizer: Optimizer, closure: Any, *, plain: bool) -> None:
     if closure is None:
         raise StepError(
             f"{kind} evaluates the loss several times a step and was given no closure.\n\nCall "
-            "boosted.optimizer.step(closure), with a closure that clears gradients, runs the model, "
-            "calls boosted.backward(loss) and returns the loss."
+            "boosted.optimizer.step(closure), with a closure that clears gradients, runs the "
+            "model, calls boosted.backward(loss) and returns the loss."
         )
     if not plain:
         raise StepError(

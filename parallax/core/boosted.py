@@ -67,7 +67,9 @@ class Boosted:
         rooms: What each rewrite keeps, by its name.
     """
 
-    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str, stand_in: StandIn) -> None:
+    def __init__(
+        self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str, stand_in: StandIn
+    ) -> None:
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._frozen: dict[str, Any] | None = None
@@ -78,10 +80,12 @@ class Boosted:
 
     @property
     def model(self) -> nn.Module:
+        """The model, rewritten in place."""
         return self._draft.parts[0]
 
     @property
     def optimizer(self) -> Optimizer | None:
+        """The optimizer, re-pointed in place; its `step()` is the whole update."""
         return self._draft.optimizer
 
     @property
@@ -91,6 +95,7 @@ class Boosted:
 
     @property
     def mesh(self) -> DeviceMesh:
+        """The device mesh, with all five axes."""
         return self._draft.mesh
 
     @property
@@ -100,8 +105,10 @@ class Boosted:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The global gradient norm of the last update, before clipping; None unless `clip` is
-        composed and a step was made. Reading it does not synchronise; `.item()` does.
+        """The global gradient norm of the last update, before clipping, 0-dim.
+
+        None unless `clip` is composed and a step was made. Reading it does not synchronise with the
+        device; `.item()` does.
         """
         room = self.rooms.get("clip")
         return None if room is None else room.notes.get("norm")
@@ -184,8 +191,7 @@ class Boosted:
                 module.training = True
 
     def context(self) -> AbstractContextManager[Any]:
-        """What must surround the loss function in a hand-written loop; in most compositions
-        nothing.
+        """What must surround the loss function in a hand-written loop; mostly nothing.
 
         `train_step` and `eval_step` enter it themselves. `tp(n, loss_parallel=True)` needs it:
         `with boosted.context(): loss = loss_fn(boosted.model, batch); boosted.backward(loss)`.
@@ -256,9 +262,7 @@ class Boosted:
         drop_last: bool = False,
         **options: Any,
     ) -> DataLoader[Any]:
-        """A loader that yields this rank's part of each global batch; see
-        `parallax.data.loader`.
-        """
+        """Make a loader of this rank's part of each batch; see `parallax.data.loader`."""
         return LOADER(
             self.mesh,
             dataset,
@@ -316,9 +320,7 @@ class Boosted:
         self.write_({kind: source.leaves(kind) for kind in KINDS})
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the whole training state; every rank writes its own part. See
-        `parallax.checkpoint.save`.
-        """
+        """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
         self._live("save")
         SAVE(self, directory)
 
@@ -409,4 +411,5 @@ def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
     return snapshot
 
 
-optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")
+# optree's annotations know collections only; any class may be a node.
+optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")  # pyright: ignore

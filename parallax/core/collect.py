@@ -49,5 +49,5 @@ def _collect(leaf: Any, device: torch.device) -> Any:
         if source != 0:
             part = torch.empty(block.lengths, dtype=leaf.dtype, device=device)
             dist.recv(part, src=source)
-        whole[block.index] = part.cpu()
+        whole[block.window] = part.cpu()
     return whole

@@ -25,5 +25,6 @@ class Late:
     path: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Import the function and call it."""
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module), name)(*args, **kwargs)

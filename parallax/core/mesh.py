@@ -47,9 +47,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def rank_on(mesh: DeviceMesh, *axes: str) -> int:
-    """This rank's place along axes, the last axis fastest; along the data axes when none is
-    named.
-    """
+    """This rank's place along axes, the last fastest; along the data axes when none is named."""
     rank = 0
     for axis in axes or DATA_AXES:
         submesh = mesh[axis]

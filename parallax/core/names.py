@@ -56,8 +56,7 @@ class Names:
         """This rank's parameters by original name."""
         present: dict[str, nn.Parameter] = {}
         for part in parts:
-            for name, parameter in part.named_parameters(remove_duplicate=False):
-                present[name] = parameter
+            present.update(part.named_parameters(remove_duplicate=False))
         return {name: present[name] for name in self.parameters if name in present}
 
     def buffers_of(self, *parts: nn.Module) -> dict[str, Tensor]:
@@ -84,10 +83,10 @@ class Names:
                 if names
             )
             raise RenameError(
-                f"the rewrite {rewrite} must keep every parameter's original full name, and changed "
-                f"them: {what}.\n\nKeep the module tree as it is (use module.compile() and the "
-                "composable checkpoint, not wrappers); names may be added in SURGERY and dropped "
-                "in SPLIT only."
+                f"the rewrite {rewrite} must keep every parameter's original full name, and "
+                f"changed them: {what}.\n\nKeep the module tree as it is (use module.compile() and "
+                "the composable checkpoint, not wrappers); names may be added in SURGERY and "
+                "dropped in SPLIT only."
             )
         untied = [(a, b) for a, b in self.ties if a in now and b in now and now[a] is not now[b]]
         if untied:
@@ -104,7 +103,8 @@ class Names:
 
 def _persistent(model: nn.Module) -> Iterator[str]:
     for prefix, module in model.named_modules():
-        transient: set[str] = module._non_persistent_buffers_set
+        # torch has no public way to tell which buffers a state dict leaves out.
+        transient: set[str] = module._non_persistent_buffers_set  # noqa: SLF001
         for name, buffer in module.named_buffers(recurse=False):
             if buffer is not None and name not in transient:
                 yield f"{prefix}.{name}" if prefix else name

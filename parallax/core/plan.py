@@ -97,7 +97,8 @@ def plan_of(claims: frozenset[Claim], world: int, composition: str) -> Plan:
     """
     facts = join(claims)
     axes, fill = facts.get(Axes, Axes()), facts.get(Fill, Fill())
-    assert isinstance(axes, Axes) and isinstance(fill, Fill)
+    assert isinstance(axes, Axes)
+    assert isinstance(fill, Fill)
     speakers = {name: said_by(claims, Fill, name) for name in fill.said()}
     speakers.update({name: said_by(claims, Axes, name) for name in axes.said()})
     return Plan(

@@ -18,11 +18,13 @@ class Box(NamedTuple):
     lengths: tuple[int, ...]
 
     @property
-    def index(self) -> tuple[slice, ...]:
+    def window(self) -> tuple[slice, ...]:
+        """The block as an index of the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.lengths, strict=True))
 
     @property
     def empty(self) -> bool:
+        """Whether the block has no elements."""
         return any(n == 0 for n in self.lengths)
 
     def overlap(self, other: Box) -> Box:

@@ -24,8 +24,8 @@ def degree_fault(name: str, degree: Any) -> None:
     )
     if not good:
         raise ValueError(
-            f"{name} was given the degree {degree!r}. A degree is a whole number of ranks, 1 or more, "
-            "and a factor of the number of ranks that run."
+            f"{name} was given the degree {degree!r}. A degree is a whole number of ranks, 1 or "
+            "more, and a factor of the number of ranks that run."
         )
 
 

@@ -33,9 +33,9 @@ def rows_of(batch: Any) -> int | None:
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{path}: {n}" for path, n in lengths.items())
         raise DataError(
-            f"the first dims of the batch's tensors differ ({shown}), so it cannot be told how many "
-            "samples this rank holds.\n\nGive every tensor the batch as first dim, or let the loss "
-            "function return the pair (sum, count)."
+            f"the first dims of the batch's tensors differ ({shown}), so it cannot be told how "
+            "many samples this rank holds.\n\nGive every tensor the batch as first dim, or let the "
+            "loss function return the pair (sum, count)."
         )
     return next(iter(lengths.values()), None)
 
@@ -46,7 +46,7 @@ def tensor_rows(batch: Any) -> list[tuple[str, Tensor]]:
         batch = dict(
             batch
         )  # transformers' BatchEncoding is a UserDict, which optree takes as a leaf
-    paths, leaves, _ = optree.tree_flatten_with_path(batch, none_is_leaf=True)
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     rows = zip(paths, leaves, strict=True)
     return [("/".join(map(str, p)), x) for p, x in rows if isinstance(x, Tensor) and x.ndim]
 
@@ -61,7 +61,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(device, non_blocking=True)
-        return leaf.to(device) if hasattr(leaf, "to") and isinstance(leaf, Mapping) else leaf
+        asked = getattr(leaf, "to", None) if isinstance(leaf, Mapping) else None
+        return asked(device) if asked is not None else leaf
 
     return optree.tree_map(move, batch, none_is_leaf=True)
 
@@ -86,6 +87,7 @@ def read_loss(out: Any, batch: Any) -> tuple[Tensor, Tensor | float, bool]:
     if isinstance(value, DTensor):
         value = value.full_tensor()  # loss_parallel leaves a replicated DTensor
     if pair:
+        assert count is not None
         return value.reshape(()), count, True
     rows = rows_of(batch)
     return value.reshape(()), float(1 if rows is None else rows), False
@@ -152,10 +154,11 @@ def _empty(batch: Any) -> bool:
 
 
 def _rows(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    tree: Any = batch
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)
+        tree = dict(batch)
     return optree.tree_map(
-        lambda x: change(x) if isinstance(x, Tensor) and x.ndim else x, batch, none_is_leaf=True
+        lambda x: change(x) if isinstance(x, Tensor) and x.ndim else x, tree, none_is_leaf=True
     )
 
 

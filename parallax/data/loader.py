@@ -119,8 +119,8 @@ def _check(dataset: Any, batch_size: int, shuffle: bool, drop_last: bool, ranks:
         largest = len(dataset) // ranks * ranks
         other = f" or a batch size of at most {largest}" if largest else ""
         raise DataError(
-            f"drop_last=True leaves no batch: {len(dataset)} samples are fewer than one global batch "
-            f"of {batch_size}.\n\nUse drop_last=False{other}."
+            f"drop_last=True leaves no batch: {len(dataset)} samples are fewer than one global "
+            f"batch of {batch_size}.\n\nUse drop_last=False{other}."
         )
 
 
@@ -234,7 +234,7 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, part: _Part) -> Any:
+    def __call__(self, part: Any) -> Any:
         if part.samples:
             return self.collate(part.samples)
         one = self.collate([part.stand_in])

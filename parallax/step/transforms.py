@@ -43,7 +43,11 @@ def clip(max_norm: float) -> Transform:
         >>> clip(1.0)
         clip(1.0)
     """
-    good = isinstance(max_norm, int | float) and not isinstance(max_norm, bool) and 0 < max_norm < math.inf
+    good = (
+        isinstance(max_norm, int | float)
+        and not isinstance(max_norm, bool)
+        and 0 < max_norm < math.inf
+    )
     if not good:
         raise ValueError(
             f"clip was given max_norm={max_norm!r}. Give a positive number; to leave gradients as "

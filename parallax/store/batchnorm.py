@@ -23,9 +23,7 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 
 
 class _SumOverData(Function):
-    """Sum over the data axes; the gradient of a sum that every rank uses is the sum of
-    gradients.
-    """
+    """A sum over the data axes; every rank uses it, so its gradient is the ranks' sum."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, mesh: DeviceMesh) -> Tensor:  # type: ignore[override]

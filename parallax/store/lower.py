@@ -44,9 +44,9 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
         for name, module in found.items():
             if shares_outside(model, module):
                 yield RuleError(
-                    f"keep={pattern!r} names {name}, which shares a parameter with another module of "
-                    f"{type(model).__name__}: one parameter has one dtype.\n\nKeep neither or untie "
-                    "them."
+                    f"keep={pattern!r} names {name}, which shares a parameter with another module "
+                    f"of {type(model).__name__}: one parameter has one dtype.\n\nKeep neither or "
+                    "untie them."
                 )
         if pattern != "norms" and not found:
             yield RuleError(
@@ -65,9 +65,9 @@ def _mixed(model: nn.Module) -> Iterable[ParallaxError]:
     if len(kinds) > 1:
         shown = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in kinds.items())
         yield RuleError(
-            f"the trainable parameters of {type(model).__name__} have several dtypes ({shown}), and "
-            "one reduction sums one dtype.\n\nAdd bf16 or fp32, which keep float32 masters of all, "
-            "or convert the model to one dtype."
+            f"the trainable parameters of {type(model).__name__} have several dtypes ({shown}), "
+            "and one reduction sums one dtype.\n\nAdd bf16 or fp32, which keep float32 masters of "
+            "all, or convert the model to one dtype."
         )
 
 
@@ -104,7 +104,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         mp_policy=_policy(precision, root=True),
         **options,
     )
-    shards = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    shards: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _drop_after_inference(model, shards)
     store = Store(shards, loose, draft.mesh, hold=sharding.stage in (None, 1))
     before, forget_inner = draft.settle, draft.forget
@@ -172,9 +172,9 @@ class Store:
                     unreduced = held._unsharded_param.grad
                 if unreduced is not None:
                     raise StepError(
-                        f"the gradient of {held._param_fqn} was added up inside no_sync() and never "
-                        "reduced over the data ranks.\n\nRun the last backward of the window outside "
-                        "no_sync(), then step."
+                        f"the gradient of {held._param_fqn} was added up inside no_sync() and "
+                        "never reduced over the data ranks.\n\nRun the last backward of the window "
+                        "outside no_sync(), then step."
                     )
 
     def forget(self) -> None:
@@ -240,7 +240,12 @@ def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
         is_norm = "norms" in patterns and "norm" in kind.lower() and own
         named = any(p == kind or matches(p, name) for p in patterns)
         has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if name and has_forward and (is_norm or named) and next(module.parameters(), None) is not None:
+        if (
+            name
+            and has_forward
+            and (is_norm or named)
+            and next(module.parameters(), None) is not None
+        ):
             found[name] = module
     return found
 
@@ -251,8 +256,7 @@ def _has_parameters(module: nn.Module, loose: list[nn.Parameter]) -> bool:
 
 
 def _own_outputs(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Give out tensors of their own where the model returns views, before fully_shard looks at
-    them.
+    """Give out tensors of their own where the model returns views.
 
     fully_shard hangs its backward on the outputs, and an in-place operation on a view would cut it
     off; a tensor-parallel head's gathered output is such a view. The cast to the output dtype,

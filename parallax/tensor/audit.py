@@ -53,13 +53,13 @@ class Audit:
     def _inputs(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._pending or not torch.is_grad_enabled():
             return
-        worst = self._worst([t for t in _tensors((args, kwargs))])
+        worst = self._worst(list(_tensors((args, kwargs))))
         if worst is not None and worst[1] > 0:
             raise DataError(
-                f"the ranks of one tensor group were given different inputs (tensor {worst[0]} of the "
-                "model's arguments differs).\n\nGive ranks that differ only on the tp axis the same "
-                "batch: use boosted.loader, or boosted.shard on a global batch, or seed your own "
-                "sampler by the data rank."
+                f"the ranks of one tensor group were given different inputs (tensor {worst[0]} of "
+                "the model's arguments differs).\n\nGive ranks that differ only on the tp axis the "
+                "same batch: use boosted.loader, or boosted.shard on a global batch, or seed your "
+                "own sampler by the data rank."
             )
 
     def _outputs(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -70,8 +70,8 @@ class Audit:
         if worst is not None and worst[1] > self._bound(tensors):
             raise RuleError(
                 f"the output of {self._title} (tensor {worst[0]}) differs between the ranks "
-                f"of a tensor group by {worst[1]:.1e} of its size: the rules leave an activation cut."
-                "\n\nEnd every column-cut path with a rowwise module, or gather it: "
+                f"of a tensor group by {worst[1]:.1e} of its size: the rules leave an activation "
+                "cut.\n\nEnd every column-cut path with a rowwise module, or gather it: "
                 "colwise_gather_output."
             )
         self._forward = True
@@ -93,8 +93,8 @@ class Audit:
             name = grads[worst[0]][0]
             raise RuleError(
                 f"the gradient of {name}, which every rank of a tensor group holds whole, differs "
-                f"between them by {worst[1]:.1e} of its size: a sum over the tp axis is missing.\n\n"
-                f"{name.rpartition('.')[0]} sees a cut activation: give it the style "
+                f"between them by {worst[1]:.1e} of its size: a sum over the tp axis is "
+                f"missing.\n\n{name.rpartition('.')[0]} sees a cut activation: give it the style "
                 "replicated_with_grad_allreduce, or move the cut behind it."
             )
 

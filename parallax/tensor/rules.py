@@ -129,9 +129,7 @@ def resolve(
 
 
 def size_faults(model: nn.Module, found: dict[str, str], degree: int, by: str) -> list[RuleError]:
-    """What in a model cannot be cut into `degree` equal parts, in one error with the degrees that
-    fit.
-    """
+    """Find what cannot be cut into `degree` equal parts: one error, with the degrees that fit."""
     modules = dict(model.named_modules())
     sizes: dict[str, int] = {}
     for name, style in found.items():
@@ -185,8 +183,8 @@ def _wrong_kind(modules: dict[str, nn.Module], found: dict[str, str]) -> Iterabl
                 if dim is not None
             ]
             yield RuleError(
-                f"the style {spoken!r} was asked for {name}, which is a {type(module).__name__}.\n\n"
-                f"It cuts modules of the kind {' or '.join(kinds)}."
+                f"the style {spoken!r} was asked for {name}, which is a "
+                f"{type(module).__name__}.\n\nIt cuts modules of the kind {' or '.join(kinds)}."
             )
 
 

@@ -63,7 +63,9 @@ def tp(
         raise ValueError("tp needs a number of ranks: tp(2).")
     degree_fault("tp", degree)
     pairs = tuple(rules.items()) if isinstance(rules, Mapping) else rules
-    pairs = None if pairs is None else tuple(sorted(pairs))  # rules are disjoint: order says nothing
+    pairs = (
+        None if pairs is None else tuple(sorted(pairs))
+    )  # rules are disjoint: order says nothing
     by = spell("tp", degree, rules=pairs, loss_parallel=loss_parallel)
     fact = Cutting(rules=pairs, loss_parallel=loss_parallel)
     return state(by, Axes(tp=degree), fact, rewrites=(TENSOR,))

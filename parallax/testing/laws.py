@@ -112,6 +112,7 @@ class Case:
 
     @property
     def transform(self) -> Transform:
+        """The composition."""
         return parse(", ".join(self.parts))
 
     @property
@@ -158,9 +159,7 @@ GPT_OPTIONS = ("tied", "scalar", "frozen", "unused", "empty")
 
 @st.composite
 def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1, 2, 4)) -> Case:
-    """Strategy of cases: a world, a composition that fills it in a random order, a model and a
-    run.
-    """
+    """Draw a world, a composition that fills it in a random order, a model and a run."""
     world = draw(st.sampled_from(worlds))
     names = draw(st.permutations(sorted(TABLE)))
     wanted = draw(st.sets(st.sampled_from(sorted(TABLE)), max_size=len(TABLE)))
@@ -211,7 +210,8 @@ def exported() -> set[str]:
 
     tools = {
         "compose",
-        "override", "part",
+        "override",
+        "part",
         "parse",
         "state",
         "layout",

@@ -53,8 +53,9 @@ def locate(transform: Transform, setting: Setting, ranks: World, noise: float) -
     for name, whole in reversed(grads.items()):
         if name not in mine or _differs([mine[name]], whole, noise, scale=1):
             return (
-                f"Activations and their gradients agree; in backward order the gradient of {name} is "
-                "the first parameter's to differ: a reduction of parameter gradients is at fault."
+                f"Activations and their gradients agree; in backward order the gradient of {name} "
+                "is the first parameter's to differ: a reduction of parameter gradients is at "
+                "fault."
             )
     return (
         "The first step's activations and gradients agree: what differs is what is done with them "
@@ -116,8 +117,9 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _differs(parts: list[Tensor | None], whole: Tensor, noise: float, *, scale: int) -> bool:
-    """Whether the data ranks' parts, put together, are another tensor; not if shapes do not fit,
-    as where a tensor axis cuts the activation.
+    """Whether the data ranks' parts, put together, are another tensor.
+
+    Not if their shapes do not fit, as where a tensor axis cuts the activation.
     """
     if any(p is None or p.ndim != whole.ndim for p in parts):
         return False

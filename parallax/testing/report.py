@@ -30,6 +30,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
+        """Whether the error is within its bound."""
         return self.error <= self.bound  # false for NaN
 
 

@@ -193,11 +193,7 @@ class _Bounds:
 
     def _numbers(self, label: str, mine: list[float], of: Callable[[Record], list[float]]) -> Row:
         rows = [
-            Row(
-                label,
-                f"step {i}",
-                *self._apart(*map(torch.tensor, (a, b)), [torch.tensor(d) for d in ds]),
-            )
+            Row(label, f"step {i}", *self._apart(_wide(a), _wide(b), [_wide(d) for d in ds]))
             for i, (a, b, *ds) in enumerate(
                 zip(mine, of(self.exact), *(of(r) for r in self.draws), strict=True)
             )
@@ -213,6 +209,10 @@ class _Bounds:
         error = float((mine.double() - exact).abs().max())
         moved = max(float((d.double() - exact).abs().max()) for d in draws)
         return error, SAFETY * moved + self.noise * float(exact.abs().max())
+
+
+def _wide(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float64)
 
 
 def _badness(row: Row) -> float:

@@ -320,7 +320,7 @@ def model_only(directory: str) -> bool:
     again.load_(directory)
     torch.manual_seed(0)
     expected = dict(toys.Mlp().named_parameters())
-    return all(torch.equal(local(p), expected[n][box(p).index]) for n, p in again.params.items())
+    return all(torch.equal(local(p), expected[n][box(p).window]) for n, p in again.params.items())
 
 
 def test_a_model_without_optimizer(world2: World, tmp_path: Path) -> None:

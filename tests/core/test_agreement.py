@@ -46,12 +46,12 @@ def started_apart(transform: Transform, together: bool) -> tuple[bool, bool, boo
     other.step()
     expected = dict(reference.named_parameters())
     return (
-        all(torch.equal(local(p), expected[n][box(p).index]) for n, p in boosted.params.items()),
+        all(torch.equal(local(p), expected[n][box(p).window]) for n, p in boosted.params.items()),
         int(model.seen) == 0,
         all(
             torch.equal(
                 local(m["momentum_buffer"]),
-                other.state[expected[n]]["momentum_buffer"][box(boosted.params[n]).index],
+                other.state[expected[n]]["momentum_buffer"][box(boosted.params[n]).window],
             )
             for n, m in boosted.moments.items()
         ),

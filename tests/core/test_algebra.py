@@ -207,7 +207,9 @@ def test_override_is_compose_where_nothing_disagrees(a: Transform, b: Transform)
     both = agreed(lambda: compose(a, b))
     # A fill in b rules a number in a, where compose would let the number win: see below.
     fills = join(b.claims).get(Fill, Fill()).said()
-    numbers = set(join(a.claims).get(Axes, Axes()).said()) - set(join(b.claims).get(Axes, Axes()).said())
+    numbers = set(join(a.claims).get(Axes, Axes()).said()) - set(
+        join(b.claims).get(Axes, Axes()).said()
+    )
     if both is not None and not numbers & set(fills):
         assert join(override(a, b).claims) == join(both.claims)
 

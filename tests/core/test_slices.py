@@ -28,15 +28,15 @@ def test_overlap_is_what_both_boxes_hold(
     n = min(len(a), len(b))
     left, right = (Box(*map(tuple, zip(*rows[:n], strict=True))) for rows in (a, b))
     whole = torch.zeros((10,) * n)
-    whole[left.index] += 1
-    whole[right.index] += 2
+    whole[left.window] += 1
+    whole[right.window] += 2
     meet = left.overlap(right)
     assert meet.empty == (not bool((whole == 3).any()))
     assert meet == right.overlap(left)
     if not meet.empty:
-        assert bool((whole[meet.index] == 3).all())
-        assert whole[meet.index].numel() == int((whole == 3).sum())
-        assert torch.equal(whole[left.index][meet.within(left)], whole[meet.index])
+        assert bool((whole[meet.window] == 3).all())
+        assert whole[meet.window].numel() == int((whole == 3).sum())
+        assert torch.equal(whole[left.window][meet.within(left)], whole[meet.window])
 
 
 SHAPES = [(8, 4), (7, 5), (3,), (1, 9), (2, 3, 5), (5, 0)]
@@ -78,10 +78,10 @@ def agrees(tensor: DTensor, whole: torch.Tensor, skew: int = 0) -> bool:
     owners = boxes(tensor)
     covered = torch.zeros(whole.shape)
     for block in owners.values():
-        covered[block.index] += 1
+        covered[block.window] += 1
     again = like(part, tensor)
     return (
-        torch.equal(whole[mine.index], part)
+        torch.equal(whole[mine.window], part)
         and bool((covered == 1).all())
         and owners.get(dist.get_rank(), mine if not skew else None) == mine
         and again.placements == tensor.placements
@@ -112,7 +112,7 @@ def after_boost(transform: Transform, model_fn: Any) -> tuple[list[str], set[str
     wrong = [
         name
         for name, p in boosted.params.items()
-        if not torch.equal(reference[name][box(p).index], local(p).detach())
+        if not torch.equal(reference[name][box(p).window], local(p).detach())
     ]
     kinds = {
         type(pl).__name__ for p in boosted.params.values() for pl in getattr(p, "placements", ())

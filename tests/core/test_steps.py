@@ -73,7 +73,7 @@ def far_gradients(boosted: Boosted, reference: nn.Module) -> float:
 @torch.no_grad()
 def apart(mine: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(
-        float((local(x) - expected[n][box(x).index]).abs().max())
+        float((local(x) - expected[n][box(x).window]).abs().max())
         for n, x in mine.items()
         if local(x).numel()
     )

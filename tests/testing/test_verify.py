@@ -241,24 +241,14 @@ def test_the_command_line_proves_a_script(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "trains like one process" in result.output
     assert json.loads(told.read_text())["ok"] is True
+    form = "(model_fn, optimizer_fn, loss_fn, batches)"
+    three = f"three() in {script.name} returned a tuple of 3.\n\nReturn {form}."
+    four = f"verify was given '{script}:four': {script.name} has no function 'four'.\n\n"
+    nowhere = "verify was given 'nowhere.py:setup': there is no file nowhere.py.\n\n"
     for spoken, text in (
-        (
-            f"{script}:three",
-            "three() in a_script_to_verify.py returned a tuple of 3.\n\nReturn "
-            "(model_fn, optimizer_fn, loss_fn, batches).",
-        ),
-        (
-            f"{script}:four",
-            f"verify was given '{script}:four': a_script_to_verify.py has no "
-            "function 'four'.\n\nDefine one that returns (model_fn, optimizer_fn, "
-            "loss_fn, batches).",
-        ),
-        (
-            "nowhere.py:setup",
-            "verify was given 'nowhere.py:setup': there is no file nowhere.py.\n\n"
-            "Write script.py:setup, where setup() returns (model_fn, optimizer_fn, "
-            "loss_fn, batches).",
-        ),
+        (f"{script}:three", three),
+        (f"{script}:four", f"{four}Define one that returns {form}."),
+        ("nowhere.py:setup", f"{nowhere}Write script.py:setup, where setup() returns {form}."),
     ):
         result = CliRunner().invoke(app, ["verify", spoken, "--compose", "zero(2)"])
         assert result.exit_code == 1

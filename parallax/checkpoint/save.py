@@ -51,6 +51,8 @@ def save(
 
     def begin() -> None:
         if rank == 0:
+            if target.exists() and not _replaceable(target):
+                raise OSError(f"{target} exists and is no checkpoint, so it is not replaced")
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
 
@@ -153,6 +155,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return list(value) if isinstance(value, tuple) else value
+
+
+def _replaceable(target: Path) -> bool:
+    """Whether what is at a path is a checkpoint, or nothing of worth."""
+    return target.is_dir() and ((target / INDEX).is_file() or not any(target.iterdir()))
 
 
 def _replace(partial: Path, target: Path) -> None:

@@ -58,6 +58,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         _nothing,
         _nothing,
         nullcontext,
+        StandIn(),
     )
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
@@ -68,10 +69,9 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     known = {id(p): name for name, p in names.parameters_of(model).items()}
     state = snapshot_state(optimizer, known) if optimizer is not None else {}
     broadcast((*model.parameters(), *model.buffers(), *_tensors(state)), mesh)
-    stand_in = StandIn()
     title = type(model).__name__  # fully_shard renames the class
     _share_randomness(mesh)
-    draft = draft._replace(grad=grad_of(model, mesh, stand_in))
+    draft = draft._replace(grad=grad_of(model, mesh, draft.stand_in))
     rooms: dict[str, Room] = {}
     settled = False
     for rewrite in plan.rewrites:
@@ -85,7 +85,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     if not settled:
         _settle(draft, mesh)
     setattr(model, _MARK, (repr(transform), title))
-    boosted = Boosted(draft, plan, rooms, title, stand_in)
+    boosted = Boosted(draft, plan, rooms, title)
     if optimizer is not None:
         _install(optimizer, boosted)
     return boosted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,8 @@ from parallax.core.mesh import device_of, rank_on
 from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
-from parallax.core.slices import local
-from parallax.core.step import StandIn, loss_of, read_loss, rows_of, to_device, weigh
+from parallax.core.slices import cut, local
+from parallax.core.step import loss_of, map_rows, read_loss, rows_of, to_device, weigh
 from parallax.errors import CheckpointError, StepError
 
 if TYPE_CHECKING:
@@ -67,16 +67,13 @@ class Boosted:
         rooms: What each rewrite keeps, by its name.
     """
 
-    def __init__(
-        self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str, stand_in: StandIn
-    ) -> None:
+    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str) -> None:
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
         self.title = title
-        self._stand_in = stand_in
 
     @property
     def model(self) -> nn.Module:
@@ -184,7 +181,7 @@ class Boosted:
                 part.eval()
             with torch.no_grad(), self.context():
                 batch = to_device(batch, device_of(self.mesh))
-                value, count, is_sum = loss_of(loss_fn, self.model, batch, self._stand_in)
+                value, count, is_sum = loss_of(loss_fn, self.model, batch, self._draft.stand_in)
                 return weigh(value, count, is_sum, self.mesh)[0]
         finally:
             for module in training:
@@ -237,19 +234,13 @@ class Boosted:
         Raises:
             DataError: The tensors' first dims differ.
         """
-        if isinstance(batch, Mapping):
-            batch = dict(batch)  # optree takes mappings of other kinds as one leaf
         rows = rows_of(batch)
         if rows is None:
             return batch
-        self._stand_in.remember(batch)
+        self._draft.stand_in.remember(batch)
         ranks, rank = self.plan.size(), rank_on(self.mesh)
         start, end = cut(rows, ranks, rank)
-        return optree.tree_map(
-            lambda x: x[start:end] if isinstance(x, Tensor) and x.ndim else x,
-            batch,
-            none_is_leaf=True,
-        )
+        return map_rows(batch, lambda x: x[start:end])
 
     def loader(
         self,
@@ -383,18 +374,6 @@ class Boosted:
         return f"<{kind} {self.title} at step {self.step}: {self.plan.composition}>"
 
 
-def cut(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First and last-plus-one row of a rank; the first `rows % ranks` ranks hold one more.
-
-    Example:
-        >>> [cut(7, 3, rank) for rank in range(3)]
-        [(0, 3), (3, 5), (5, 7)]
-    """
-    each, more = divmod(rows, ranks)
-    start = rank * each + min(rank, more)
-    return start, start + each + (rank < more)
-
-
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
 
@@ -405,11 +384,11 @@ def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]
 
 def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
     live = handle.boosted
-    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title, live._stand_in)
+    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title)
     snapshot._frozen = dict(zip(KINDS, children, strict=True))
     snapshot._step = snapshot._frozen["step"]
     return snapshot
 
 
 # optree's annotations know collections only; any class may be a node.
-optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")  # pyright: ignore
+optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")  # pyright: ignore[reportArgumentType]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from parallax.core.names import Names
     from parallax.core.plan import Plan
+    from parallax.core.step import StandIn
 
 LossFn = Callable[[Any, Any], Any]
 Grad = Callable[[LossFn, Any], Tensor]
@@ -43,6 +44,7 @@ class Draft(NamedTuple):
             and parameters into the form an update needs, or says why they cannot be.
         forget: `() -> None`: drops gradients that are kept elsewhere than in `.grad`.
         context: A context manager's maker: what must surround the loss function and the backward.
+        stand_in: What a data rank without rows runs on.
     """
 
     parts: tuple[nn.Module, ...]
@@ -55,6 +57,7 @@ class Draft(NamedTuple):
     settle: Settle
     forget: Forget
     context: Context
+    stand_in: StandIn
 
 
 @dataclass

@@ -80,6 +80,18 @@ def _box(tensor: DTensor, coordinate: Sequence[int]) -> Box:
     return Box(tuple(offsets), tuple(lengths))
 
 
+def cut(rows: int, ranks: int, rank: int) -> tuple[int, int]:
+    """First and last-plus-one row of a rank; the first `rows % ranks` ranks hold one more.
+
+    Example:
+        >>> [cut(7, 3, rank) for rank in range(3)]
+        [(0, 3), (3, 5), (5, 7)]
+    """
+    each, more = divmod(rows, ranks)
+    start = rank * each + min(rank, more)
+    return start, start + each + (rank < more)
+
+
 def held_once(tensor: Tensor, coordinate: Sequence[int], axes: Sequence[str]) -> bool:
     """Whether this rank is the one that answers for its part where several hold the same part.
 

@@ -42,13 +42,23 @@ def rows_of(batch: Any) -> int | None:
 
 def tensor_rows(batch: Any) -> list[tuple[str, Tensor]]:
     """The tensors of a batch that have a first dim, with their paths."""
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(
-            batch
-        )  # transformers' BatchEncoding is a UserDict, which optree takes as a leaf
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    paths, leaves, _ = optree.tree_flatten_with_path(plain(batch), none_is_leaf=True)
     rows = zip(paths, leaves, strict=True)
     return [("/".join(map(str, p)), x) for p, x in rows if isinstance(x, Tensor) and x.ndim]
+
+
+def map_rows(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A batch with its tensors that have a first dim changed."""
+    return optree.tree_map(
+        lambda x: change(x) if isinstance(x, Tensor) and x.ndim else x,
+        plain(batch),
+        none_is_leaf=True,
+    )
+
+
+def plain(batch: Any) -> Any:
+    """A batch as optree knows it: transformers' BatchEncoding is a UserDict, to optree a leaf."""
+    return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
@@ -125,6 +135,9 @@ def weigh(
 class StandIn:
     """A row for a rank that got none, so that every rank runs the same forward and backward.
 
+    Attributes:
+        idle: Whether the forward that runs now is on a stand-in, so that statistics leave it out.
+
     Where a short batch leaves a data rank without rows, the rank has to take part in every gather
     and reduction all the same, and many models cannot run on no rows (`view(0, seq, -1, head)` is
     ambiguous). It runs one row with weight zero: the first it ever saw, or ones.
@@ -132,17 +145,18 @@ class StandIn:
 
     def __init__(self) -> None:
         self._row: Any = None
+        self.idle = False
 
     def remember(self, batch: Any) -> None:
         """Keep the first row of the first batch."""
         if self._row is None and not _empty(batch):
-            self._row = _rows(batch, lambda x: x[:1].clone())
+            self._row = map_rows(batch, lambda x: x[:1].clone())
 
     def fill(self, batch: Any) -> tuple[Any, bool]:
         """The batch to run, and whether it is a stand-in that must not count."""
         if not _empty(batch):
             return batch, False
-        ones = _rows(batch, lambda x: x.new_ones((1, *x.shape[1:])))
+        ones = map_rows(batch, lambda x: x.new_ones((1, *x.shape[1:])))
         rows = ones if self._row is None else self._row
         device = next(x.device for _, x in tensor_rows(batch))
         return to_device(rows, device), True
@@ -153,15 +167,6 @@ def _empty(batch: Any) -> bool:
     return bool(lengths) and not any(lengths)
 
 
-def _rows(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    tree: Any = batch
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        tree = dict(batch)
-    return optree.tree_map(
-        lambda x: change(x) if isinstance(x, Tensor) and x.ndim else x, tree, none_is_leaf=True
-    )
-
-
 def loss_of(
     loss_fn: LossFn, model: nn.Module, batch: Any, stand_in: StandIn
 ) -> tuple[Tensor, Tensor | float, bool]:
@@ -170,9 +175,9 @@ def loss_of(
     Returns:
         As `read_loss`.
     """
-    batch, idle = stand_in.fill(batch)
+    batch, stand_in.idle = stand_in.fill(batch)
     value, count, is_sum = read_loss(loss_fn(model, batch), batch)
-    return (value * 0.0, 0.0, is_sum) if idle else (value, count, is_sum)
+    return (value * 0.0, 0.0, is_sum) if stand_in.idle else (value, count, is_sum)
 
 
 def grad_of(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> Grad:

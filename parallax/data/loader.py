@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
-import optree
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from parallax.core.axes import DATA_AXES
-from parallax.core.boosted import cut
 from parallax.core.mesh import rank_on
+from parallax.core.slices import cut
+from parallax.core.step import map_rows
 from parallax.errors import DataError
 
 
@@ -69,7 +68,7 @@ def loader(
             "global batch with boosted.shard."
         )
     # Workers of different data ranks augment differently; those of one tensor group alike.
-    generator = torch.Generator().manual_seed(seed * 100_003 + rank)
+    generator = torch.Generator().manual_seed((seed * 100_003 + rank) % (1 << 63))
     shared: dict[str, Any] = {"num_workers": num_workers, "generator": generator, **options}
     shared.setdefault("pin_memory", mesh.device_type == "cuda")
     collate = _Collate(collate_fn or default_collate)
@@ -238,6 +237,4 @@ class _Collate:
         if part.samples:
             return self.collate(part.samples)
         one = self.collate([part.stand_in])
-        return optree.tree_map(
-            lambda x: x[:0] if isinstance(x, Tensor) and x.ndim else x, one, none_is_leaf=True
-        )
+        return map_rows(one, lambda x: x[:0])

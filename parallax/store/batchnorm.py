@@ -17,6 +17,7 @@ from torch.autograd import Function
 from torch.distributed.device_mesh import DeviceMesh
 
 from parallax.core.mesh import total
+from parallax.core.step import StandIn
 
 KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -35,7 +36,7 @@ class _SumOverData(Function):
         return total(grad.clone().contiguous(), ctx.mesh), None
 
 
-def synchronise(model: nn.Module, mesh: DeviceMesh) -> list[str]:
+def synchronise(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> list[str]:
     """Make every BatchNorm of a model use the global batch's statistics while training.
 
     Returns:
@@ -44,19 +45,19 @@ def synchronise(model: nn.Module, mesh: DeviceMesh) -> list[str]:
     found = []
     for name, module in model.named_modules():
         if isinstance(module, KINDS):
-            module.forward = types.MethodType(_forward_over(mesh), module)
+            module.forward = types.MethodType(_forward_over(mesh, stand_in), module)
             found.append(name)
     return found
 
 
-def _forward_over(mesh: DeviceMesh) -> Callable[[BatchNorm, Tensor], Tensor]:
+def _forward_over(mesh: DeviceMesh, stand_in: StandIn) -> Callable[[BatchNorm, Tensor], Tensor]:
     def forward(self: BatchNorm, x: Tensor) -> Tensor:
         self._check_input_dim(x)
         # Statistics are kept in float32 whatever the compute dtype, and one dtype enters a kernel.
         wide = x.double() if x.dtype == torch.float64 else x.float()
         shape = [1, -1] + [1] * (x.ndim - 2)
         if self.training or self.running_mean is None:
-            mean, variance = _statistics(self, wide, shape, mesh)
+            mean, variance = _statistics(self, wide, shape, mesh, 0.0 if stand_in.idle else 1.0)
         else:
             assert self.running_var is not None
             mean, variance = self.running_mean.to(wide.dtype), self.running_var.to(wide.dtype)
@@ -69,15 +70,15 @@ def _forward_over(mesh: DeviceMesh) -> Callable[[BatchNorm, Tensor], Tensor]:
 
 
 def _statistics(
-    module: BatchNorm, x: Tensor, shape: list[int], mesh: DeviceMesh
+    module: BatchNorm, x: Tensor, shape: list[int], mesh: DeviceMesh, weight: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel over the global batch."""
+    """Mean and variance of each channel over the global batch; a stand-in's rows weigh nothing."""
     dims = [d for d in range(x.ndim) if d != 1]
-    here = torch.full((1,), x.numel() / max(x.shape[1], 1), device=x.device, dtype=x.dtype)
+    here = torch.full((1,), weight * x.numel() / x.shape[1], device=x.device, dtype=x.dtype)
     count = total(here, mesh)
-    mean = _SumOverData.apply(x.sum(dims), mesh) / count
+    mean = _SumOverData.apply(weight * x.sum(dims), mesh) / count
     # Two passes: the sum of squares around the mean loses no digits to cancellation.
-    spread = _SumOverData.apply((x - mean.view(shape)).square().sum(dims), mesh)
+    spread = _SumOverData.apply(weight * (x - mean.view(shape)).square().sum(dims), mesh)
     if module.training and module.track_running_stats:
         _track(module, mean.detach(), (spread / (count - 1)).detach())
     return mean, spread / count

@@ -80,7 +80,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
     loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     shared = plan.size() > 1 or precision.compute is not None
-    normalised = synchronise(model, draft.mesh) if shared else []
+    normalised = synchronise(model, draft.mesh, draft.stand_in) if shared else []
     replicas = plan.size("data_replicate")
     data = draft.mesh["data_replicate", "data_shard"] if replicas > 1 else draft.mesh["data_shard"]
     drop = sharding.stage == 3

@@ -23,8 +23,7 @@ from parallax import (
     tp,
     zero,
 )
-from parallax.core.boosted import cut
-from parallax.core.slices import box, local
+from parallax.core.slices import box, cut, local
 from parallax.core.step import rows_of
 from parallax.testing import World, toys
 

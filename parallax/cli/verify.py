@@ -53,7 +53,7 @@ def _setup(script: str) -> tuple[Any, Any, Any, Any]:
     path = Path(name)
     if not name or not path.is_file():
         raise ParallaxError(
-            f"verify was given {script!r}: there is no file {name or script!r}.\n\n"
+            f"verify was given {script!r}: there is no file {name or script}.\n\n"
             f"Write script.py:setup, where setup() returns {FORM}."
         )
     sys.path.insert(0, str(path.resolve().parent))  # as python script.py would have it; ranks too

@@ -10,9 +10,11 @@ import io
 import marshal
 import pickle
 import sys
+import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -189,13 +191,18 @@ def _by_value(cloudpickle: ModuleType, module: ModuleType | None) -> Iterator[No
 
 
 def _only_here(module: ModuleType) -> bool:
-    # Test modules can often be imported, but would run their imports and module-level code on every
-    # rank, and a rank that lives for a whole session would keep the first version of a module that
-    # is edited and reloaded.
-    leaf = module.__name__.rpartition(".")[2]
-    if leaf == "conftest" or leaf.startswith("test_") or leaf.endswith("_test"):
-        return True
-    try:
+    """Whether a module is the user's own: a script, a test, a package that is being written.
+
+    Ranks live for a whole session: they know the sys.path of the day they were started, and would
+    keep the first version of a module that is edited and reloaded. Installed packages are imported.
+    """
+    if module.__name__ == "__main__":
+        return False  # cloudpickle sends it by value on its own
+    root = module.__name__.partition(".")[0]
+    if root == "parallax" or root in sys.stdlib_module_names:
+        return False
+    path = getattr(module, "__file__", None)
+    if path is None:
         return importlib.util.find_spec(module.__name__) is None
-    except (ImportError, ValueError):
-        return module.__name__ != "__main__"  # which cloudpickle sends by value on its own
+    installed = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    return not any(Path(path).is_relative_to(folder) for folder in installed)

@@ -47,7 +47,7 @@ class Block:
     @property
     def verifies(self) -> bool:
         """Whether it starts ranks of its own, and so cannot run on one."""
-        return "verify(" in self.code or "trains_like_one_process" in self.code
+        return re.search(r"verify\(|trains_like_one_process|world\(", self.code) is not None
 
 
 def blocks(page: Path) -> list[Block]:

@@ -125,7 +125,9 @@ def run_here(page: list[Block], directory: str) -> dict[str, Any]:
     namespace = stand_ins(directory)
     for block in page:
         if block.is_session:
-            examples = doctest.DocTestParser().get_doctest(block.code, namespace, block.where, None, 0)
+            examples = doctest.DocTestParser().get_doctest(
+                block.code, namespace, block.where, None, 0
+            )
             said: list[str] = []
             doctest.DocTestRunner(verbose=False).run(examples, out=said.append, clear_globs=False)
             assert not said, "".join(said)

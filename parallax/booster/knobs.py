@@ -128,7 +128,9 @@ _REDUCER = {
         "buffers start as rank 0's and stay alike, since BatchNorm's statistics are those of the "
         "global batch",
     ),
-    "find_unused_parameters": Knob(False, "unused parameters are always found", also=(True,)),
+    "find_unused_parameters": Knob(
+        False, "parameters that no rank uses are always found", also=(True,)
+    ),
     "check_reduction": Knob(
         False, "a step with gradients that were not reduced is always an error"
     ),

@@ -64,6 +64,10 @@ def layout(
         >>> layout(Axes(tp=2), Fill(data_shard=True), 8)
         {'pp': 1, 'data_replicate': 1, 'data_shard': 4, 'sp': 1, 'tp': 2}
     """
+    if world < 1:
+        raise MeshError(
+            f"a plan for {world} ranks was asked for.\n\nA world has one rank at least."
+        )
     said_by = said_by or {}
     sizes = axes.said()
     open_axes = [name for name in fill.said() if name not in sizes]

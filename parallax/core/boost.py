@@ -15,15 +15,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallax.core.bind import BIND, group_names, needs_closure, rebind, snapshot_state
-from parallax.core.boosted import Boosted
 from parallax.core.mesh import agree, broadcast, device_of, digest, mesh_of, rank_on
 from parallax.core.names import Names
 from parallax.core.phase import Phase
 from parallax.core.plan import ordered
 from parallax.core.rewrite import Draft, Room
-from parallax.core.step import StandIn, grad_of
+from parallax.core.step import Seen, StandIn, grad_of
 from parallax.core.transform import OptimizerLike, Transform
-from parallax.errors import OptimizerError, ParallaxError, StepError, gather_faults, raise_found
+from parallax.core.tree import Boosted  # registered as a tree there
+from parallax.errors import (
+    OptimizerError,
+    ParallaxError,
+    RuleError,
+    StepError,
+    gather_faults,
+    raise_found,
+)
 from parallax.launch import launch
 
 _MARK = "_parallax_plan"
@@ -31,8 +38,16 @@ _MARK = "_parallax_plan"
 
 def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> Boosted:
     """See `Transform.__call__`."""
+    if not isinstance(model, nn.Module):
+        raise RuleError(
+            f"{transform!r} was called on {model!r}, which is no torch.nn.Module.\n\n"
+            "Call it as transform(model, optimizer)."
+        )
     launch()
     faults: list[ParallaxError] = []
+    empty = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if empty:
+        faults.append(_without_values(model, empty))
     plan = _attempt(faults, lambda: transform.plan(dist.get_world_size()))
     if already := getattr(model, _MARK, None):
         faults.append(_boosted_twice(already, transform))
@@ -69,6 +84,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     known = {id(p): name for name, p in names.parameters_of(model).items()}
     state = snapshot_state(optimizer, known) if optimizer is not None else {}
     broadcast((*model.parameters(), *model.buffers(), *_tensors(state)), mesh)
+    seen = Seen(model)
     title = type(model).__name__  # fully_shard renames the class
     _share_randomness(mesh)
     draft = draft._replace(grad=grad_of(model, mesh, draft.stand_in))
@@ -85,7 +101,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     if not settled:
         _settle(draft, mesh)
     setattr(model, _MARK, (repr(transform), title))
-    boosted = Boosted(draft, plan, rooms, title)
+    boosted = Boosted(draft, plan, rooms, title, seen)
     if optimizer is not None:
         _install(optimizer, boosted)
     return boosted
@@ -114,6 +130,14 @@ def _optimizer(model: nn.Module, given: OptimizerLike) -> Optimizer | None:
             "It must return a torch.optim.Optimizer over the parameters it is given."
         )
     return made
+
+
+def _without_values(model: nn.Module, names: list[str]) -> RuleError:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return RuleError(
+        f"{type(model).__name__} holds tensors without values, on the meta device: "
+        f"{names[0]}{more}.\n\nMake the model on the CPU, or load its weights, before boosting."
+    )
 
 
 def _boosted_twice(mark: tuple[str, str], second: Transform) -> StepError:
@@ -252,6 +276,22 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
         draft.forget()
 
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)
+    own_add = optimizer.add_param_group
+
+    def add_param_group(self: Optimizer, group: dict[str, Any]) -> None:
+        known = {id(p) for p in boosted.params.values()}
+        params = group["params"]
+        for p in [params] if isinstance(params, Tensor) else (params := list(params)):
+            if id(p) not in known:
+                raise OptimizerError(
+                    f"add_param_group was given a parameter of shape {tuple(p.shape)} that is not "
+                    f"in the boosted {boosted.title}: its gradient would not be reduced over the "
+                    "ranks.\n\nRegister it in the model, and put it into the optimizer, before "
+                    "boosting."
+                )
+        own_add({**group, "params": params})
+
+    optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
 
 
 def _closure_fault(optimizer: Optimizer, closure: Any, *, plain: bool) -> None:

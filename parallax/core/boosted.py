@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,8 +20,8 @@ from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import cut, local
-from parallax.core.step import loss_of, map_rows, read_loss, rows_of, to_device, weigh
-from parallax.errors import CheckpointError, StepError
+from parallax.core.step import Seen, cut_rows, loss_of, read_loss, rows_of, to_device, weigh
+from parallax.errors import CheckpointError, DataError, StepError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -35,19 +35,6 @@ SAVE = Late("parallax.checkpoint:save")
 LOAD_ = Late("parallax.checkpoint:load_")
 
 KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
-
-
-class Handle:
-    """What a state belongs to. Compared by plan only, so that two states of one run match."""
-
-    def __init__(self, boosted: Boosted) -> None:
-        self.boosted = boosted
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and self.boosted.plan == other.boosted.plan
-
-    def __hash__(self) -> int:
-        return hash(self.boosted.plan)
 
 
 class Boosted:
@@ -67,13 +54,16 @@ class Boosted:
         rooms: What each rewrite keeps, by its name.
     """
 
-    def __init__(self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str) -> None:
+    def __init__(
+        self, draft: Draft, plan: Plan, rooms: dict[str, Room], title: str, seen: Seen
+    ) -> None:
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
         self.title = title
+        self._seen = seen
 
     @property
     def model(self) -> nn.Module:
@@ -113,7 +103,9 @@ class Boosted:
     # -- verbs -------------------------------------------------------------------------------------
 
     def train_step(self, loss_fn: LossFn, batch: Any) -> Tensor:
-        """Run forward, backward and one update.
+        """Run forward, backward and one update, then forget the gradients.
+
+        Gradients that are there already, from `grad` or `backward`, are added to.
 
         Args:
             loss_fn: `loss_fn(model, batch)` returns the mean loss over this rank's samples, or the
@@ -139,7 +131,11 @@ class Boosted:
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The first half of `train_step`: fills `.grad`, changes no parameter."""
         self._live("grad")
-        return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
+        try:
+            return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
+        except BaseException:
+            self.zero_grad()  # part of an interrupted backward must not reach the next update
+            raise
 
     def update(self) -> None:
         """The second half of `train_step`: consumes `.grad`. The same as `optimizer.step()`.
@@ -199,14 +195,23 @@ class Boosted:
         """Backward of a hand-written loop.
 
         Args:
-            loss: This rank's mean loss; every data rank counts the same. With `count`: this rank's
-                sum, to be divided by the sum of all ranks' counts.
+            loss: This rank's mean loss over the rows that the model ran on last; ranks weigh by
+                these. With `count`: this rank's sum, to be divided by the sum of all ranks' counts.
             count: What this rank's sum is over (samples, tokens).
+
+        Raises:
+            StepError: The loss is no scalar, or the count is negative or not finite.
         """
         self._live("backward")
-        value, weight, is_sum = read_loss(loss if count is None else (loss, count), None)
-        factor = weigh(value, weight, is_sum, self.mesh)[1] if is_sum else 1.0
-        (value * factor).backward()
+        if isinstance(count, int | float) and not 0 <= count < math.inf:
+            raise StepError(
+                f"backward was given count={count!r}.\n\nGive what this rank's sum is over: a "
+                "number of samples or tokens, zero or more."
+            )
+        value, _, is_sum = read_loss(loss if count is None else (loss, count), None)
+        weight = count if count is not None else (1 if self._seen.rows is None else self._seen.rows)
+        factor = weigh(value, weight, is_sum, self.mesh)[1]
+        (value.to(factor.dtype) * factor).backward()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -224,23 +229,28 @@ class Boosted:
         """Cut a global batch along its first dim over the data axes.
 
         Args:
-            batch: Any tree of tensors and other values, equal on all ranks; tensors without a dim
-                and other values are passed on.
+            batch: Any tree of tensors and other values, equal on all ranks. Arrays, and lists of
+                values, of as many rows as the tensors are cut too; the rest is passed on.
 
         Returns:
             This rank's part: contiguous rows; the first ranks hold one more when the rows do not
             divide.
 
         Raises:
-            DataError: The tensors' first dims differ.
+            DataError: The tensors' first dims differ, or there are no rows.
         """
         rows = rows_of(batch)
         if rows is None:
             return batch
+        if rows == 0:
+            raise DataError(
+                "shard was given a batch without rows.\n\nA step needs one row at least, on one "
+                "rank."
+            )
         self._draft.stand_in.remember(batch)
         ranks, rank = self.plan.size(), rank_on(self.mesh)
         start, end = cut(rows, ranks, rank)
-        return map_rows(batch, lambda x: x[start:end])
+        return cut_rows(batch, rows, start, end)
 
     def loader(
         self,
@@ -376,19 +386,3 @@ class Boosted:
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
-
-
-def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]]:
-    return tuple(boosted.leaves(kind) for kind in KINDS), Handle(boosted), KINDS
-
-
-def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
-    live = handle.boosted
-    snapshot = Boosted(live._draft, live.plan, live.rooms, live.title)
-    snapshot._frozen = dict(zip(KINDS, children, strict=True))
-    snapshot._step = snapshot._frozen["step"]
-    return snapshot
-
-
-# optree's annotations know collections only; any class may be a node.
-optree.register_pytree_node(Boosted, _flatten, _unflatten, namespace="parallax")  # pyright: ignore[reportArgumentType]

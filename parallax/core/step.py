@@ -56,6 +56,21 @@ def map_rows(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
     )
 
 
+def cut_rows(batch: Any, rows: int, start: int, end: int) -> Any:
+    """A batch with everything that has so many rows cut: tensors, arrays, lists of values."""
+
+    def whole(x: Any) -> bool:
+        # A list of values, one a row; a list that holds tensors is a tree to go into.
+        values = isinstance(x, list | tuple) and len(x) == rows
+        return values and not any(isinstance(row, Tensor | list | tuple | dict) for row in x)
+
+    def cut(x: Any) -> Any:
+        array = getattr(x, "ndim", 0) and len(x) == rows
+        return x[start:end] if array or whole(x) else x
+
+    return optree.tree_map(cut, plain(batch), is_leaf=whole, none_is_leaf=True)
+
+
 def plain(batch: Any) -> Any:
     """A batch as optree knows it: transformers' BatchEncoding is a UserDict, to optree a leaf."""
     return dict(batch) if isinstance(batch, Mapping) and type(batch) is not dict else batch
@@ -89,7 +104,8 @@ def read_loss(out: Any, batch: Any) -> tuple[Tensor, Tensor | float, bool]:
     """
     pair = isinstance(out, tuple | list) and len(out) == 2
     value, count = out if pair else (out, None)
-    if not isinstance(value, Tensor) or value.numel() != 1:
+    counted = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    if not isinstance(value, Tensor) or value.numel() != 1 or (pair and not counted):
         raise StepError(
             f"the loss function returned {_describe(out)}.\n\n"
             "Return the mean loss as a scalar tensor, or the pair (sum, count)."
@@ -132,6 +148,24 @@ def weigh(
     return sums[0] / sums[1], factor
 
 
+class Seen:
+    """How many rows the model ran on last: what a hand-written loop's mean loss is over.
+
+    Attributes:
+        rows: Rows of the last forward that built a graph; None before the first, or when the
+            tensors' first dims differ.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: int | None = None
+        model.register_forward_pre_hook(self._note, with_kwargs=True)
+
+    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            lengths = {len(x) for _, x in tensor_rows((args, *kwargs.values()))}
+            self.rows = lengths.pop() if len(lengths) == 1 else None
+
+
 class StandIn:
     """A row for a rank that got none, so that every rank runs the same forward and backward.
 
@@ -157,9 +191,13 @@ class StandIn:
         if not _empty(batch):
             return batch, False
         ones = map_rows(batch, lambda x: x.new_ones((1, *x.shape[1:])))
-        rows = ones if self._row is None else self._row
+        rows = self._row if _kind(self._row) == _kind(batch) else ones
         device = next(x.device for _, x in tensor_rows(batch))
         return to_device(rows, device), True
+
+
+def _kind(batch: Any) -> list[tuple[str, torch.dtype, int]]:
+    return [(path, x.dtype, x.ndim) for path, x in tensor_rows(batch)]
 
 
 def _empty(batch: Any) -> bool:
@@ -194,6 +232,8 @@ def grad_of(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> Grad:
 
 
 def _describe(out: Any) -> str:
+    if isinstance(out, tuple | list) and len(out) == 2:
+        return f"the pair of {_describe(out[0])} and {_describe(out[1])}"
     if isinstance(out, Tensor):
         return f"a tensor of shape {tuple(out.shape)}"
     return f"a {type(out).__name__}"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # to see a failed pass
 
 # The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
 from torch.distributed.utils import _apply_to_tensors
@@ -94,6 +95,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     # Inner before outer: an outer call takes whatever is not yet taken.
     for name, module in sorted((units | kept).items(), key=lambda item: -item[0].count(".")):
         if _has_parameters(module, loose):
+            _own_outputs(module, None)
             policy = full if name in kept else inner
             fully_shard(module, reshard_after_forward=drop, mp_policy=policy, **options)
     _own_outputs(model, DTYPES.get(precision.outputs or "fp32") if precision.compute else None)
@@ -141,13 +143,14 @@ class Store:
         self, shards: list[FSDPModule], loose: list[nn.Parameter], mesh: DeviceMesh, *, hold: bool
     ) -> None:
         self._shards = shards
+        self._root = shards[0]  # modules() gives the model itself first
         self._loose = loose
         self._mesh = mesh
         self._hold = hold
 
     def sync(self, on: bool) -> None:
         """Whether the next backward reduces gradients."""
-        root = self._shards[0]
+        root = self._root
         root.set_requires_gradient_sync(on)
         root.set_is_last_backward(on)
         if self._hold:
@@ -178,7 +181,10 @@ class Store:
                     )
 
     def forget(self) -> None:
-        """Drop gradients that were added up and not reduced; torch keeps them off `.grad`."""
+        """Drop gradients that torch keeps off `.grad`, and what a failed backward left behind."""
+        states = [module._get_fsdp_state() for module in self._shards]
+        if any(state._training_state is not TrainingState.IDLE for state in states):
+            _reset(self._root, states)
         for module in self._shards:
             group = module._get_fsdp_state()._fsdp_param_group
             for held in group.fsdp_params if group else ():
@@ -203,6 +209,25 @@ class Store:
         for parameter, mean, count in zip(rows, means, sums[flat.numel() :].tolist(), strict=True):
             # No rank has a gradient: one process would have none either, and skip the update.
             parameter.grad = mean.to(parameter.dtype).view_as(parameter) if count else None
+
+
+def _reset(root: FSDPModule, states: list[Any]) -> None:
+    """Bring torch's hooks back to where an iteration starts, after one that raised half-way."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    for state in states:
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        state._comm_ctx.all_gather_state = None
+        group = state._fsdp_param_group
+        if group is not None:
+            group._training_state = TrainingState.IDLE
+            group._post_forward_indices.clear()
+            group.wait_for_unshard()
+            group.reshard()
 
 
 def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:

@@ -42,7 +42,7 @@ def locate(transform: Transform, setting: Setting, ranks: World, noise: float) -
             return (
                 f"In the first forward, the output of {name or 'the model'} is the first to differ."
             )
-    for name, whole in reversed(backward.items()):
+    for name, whole in backward.items():  # filled in backward order
         parts = [row[2].get(name) for row in data]
         if _differs(parts, whole, noise, scale=len(data)):
             return (
@@ -53,7 +53,7 @@ def locate(transform: Transform, setting: Setting, ranks: World, noise: float) -
     for name, whole in reversed(grads.items()):
         if name not in mine or _differs([mine[name]], whole, noise, scale=1):
             return (
-                f"Activations and their gradients agree; in backward order the gradient of {name} "
+                f"What activations can be compared agree; in backward order the gradient of {name} "
                 "is the first parameter's to differ: a reduction of parameter gradients is at "
                 "fault."
             )

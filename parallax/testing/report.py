@@ -99,7 +99,7 @@ class Report:
         title = (
             f"{self.composition} {verdict}\n{self.world} ranks, {self.steps} steps, {self.dtype}"
         )
-        table = Table(title=title, title_justify="left")
+        table = Table(title=title, title_justify="left", min_width=72)
         for name in ("quantity", "worst", "error", "bound", ""):
             table.add_column(name, justify="right" if name in ("error", "bound") else "left")
         for row in self.rows:
@@ -109,7 +109,7 @@ class Report:
 
     def __str__(self) -> str:
         out = io.StringIO()
-        Console(file=out, width=120).print(self.table())
+        Console(file=out, width=120, force_terminal=False, force_jupyter=False).print(self.table())
         return out.getvalue() + (f"{self.message}\n" if self.message else "")
 
     def __rich__(self) -> Table:

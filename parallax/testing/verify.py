@@ -88,18 +88,24 @@ def verify(
     size = world.size if isinstance(world, World) else world or smallest_world(transform)
     plan = transform.plan(size)
     report = Report(repr(transform), size, steps, dtype)
-    ranks = world if isinstance(world, World) else pool(size)
+    live = {world.size: world} if isinstance(world, World) else {}
+
+    def ranks_of(number: int) -> World:
+        return live.get(number) or pool(number)
+
     bounds = _Bounds(setting, plan, steps)
     try:
-        trial = _run(ranks, setting, transform, steps)
+        trial = _run(ranks_of(size), setting, transform, steps)
     except RankError as error:
         report.error = _last_line(error)
     else:
         report.rows = list(bounds.compare(trial, plan))
     if not report.ok and blame:
-        report.blame = _smallest(transform, setting, size, steps, report.error)
+        report.blame = _smallest(transform, setting, size, steps, report.error, ranks_of)
         guilty = compose(*(transform.atoms[name] for name in report.blame))
-        report.where = _where(guilty if report.blame else transform, setting, size, report, bounds)
+        report.where = _where(
+            guilty if report.blame else transform, setting, size, report, bounds, ranks_of
+        )
     report.seconds = time.perf_counter() - start
     return report
 
@@ -239,19 +245,31 @@ def _random_streams(trial: Trial) -> Row:
 
 
 def _smallest(
-    transform: Transform, setting: Setting, size: int, steps: int, error: str
+    transform: Transform,
+    setting: Setting,
+    size: int,
+    steps: int,
+    error: str,
+    ranks_of: Callable[[int], World],
 ) -> list[str]:
     """The smallest set of transforms that fails, fewest first."""
     atoms = transform.atoms
     for count in range(1, len(atoms)):
         for names in itertools.combinations(atoms, count):
             part = compose(*(atoms[name] for name in names))
-            if not _passes(part, setting, size, steps, error):
+            if not _passes(part, setting, size, steps, error, ranks_of):
                 return list(names)
     return list(atoms)
 
 
-def _passes(part: Transform, setting: Setting, size: int, steps: int, refusal: str) -> bool:
+def _passes(
+    part: Transform,
+    setting: Setting,
+    size: int,
+    steps: int,
+    refusal: str,
+    ranks_of: Callable[[int], World],
+) -> bool:
     fewer = smallest_world(part)
     for ranks in (size, fewer):
         try:
@@ -259,7 +277,7 @@ def _passes(part: Transform, setting: Setting, size: int, steps: int, refusal: s
         except ParallaxError:
             continue
         try:
-            trial = _run(pool(ranks), setting, part, steps)
+            trial = _run(ranks_of(ranks), setting, part, steps)
         except RankError as error:
             # A part that is refused by itself, and says so, breaks nothing; unless the whole was
             # refused for the same reason.
@@ -269,12 +287,17 @@ def _passes(part: Transform, setting: Setting, size: int, steps: int, refusal: s
 
 
 def _where(
-    transform: Transform, setting: Setting, size: int, report: Report, bounds: _Bounds
+    transform: Transform,
+    setting: Setting,
+    size: int,
+    report: Report,
+    bounds: _Bounds,
+    ranks_of: Callable[[int], World],
 ) -> str:
     ranks = size if report.error == "" and _fits(transform, size) else smallest_world(transform)
     if report.error:
         return ""
-    return locate(in_dtype(transform, setting.dtype), setting, pool(ranks), bounds.noise)
+    return locate(in_dtype(transform, setting.dtype), setting, ranks_of(ranks), bounds.noise)
 
 
 def _fits(transform: Transform, size: int) -> bool:

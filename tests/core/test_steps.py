@@ -93,7 +93,7 @@ def uneven(
     mine = rows_from(batch, start, start + shares[dist.get_rank()])
     if plant:  # the usual mistake: a mean of means
         loss = mean_of(boosted.model, mine, loss_fn)
-        boosted.backward(loss)
+        loss.backward()
         boosted.update()
     else:
         loss = boosted.train_step(loss_fn, mine)
@@ -133,6 +133,67 @@ def test_a_rank_without_rows_under_a_tensor_axis(world4: World) -> None:
 @pytest.mark.parametrize("loss_fn", [toys.next_token, toys.mean_next_token])
 def test_a_mean_of_means_would_be_seen(loss_fn: Any, world2: World) -> None:
     assert min(p for _, p in world2.run(uneven, zero(2), [5, 1], loss_fn, True)) > 1e-6
+
+
+@pytest.mark.parametrize("shares", [[5, 1], [3, 2], [2, 1]], ids=repr)
+def test_a_hand_written_loop_weighs_by_rows(shares: list[int], world2: World) -> None:
+    def run() -> float:
+        boosted, reference = boosted_gpt(zero(2)), gpt()
+        batch = toys.tokens(sum(shares), 1)
+        start = sum(shares[: dist.get_rank()])
+        mine = rows_from(batch, start, start + shares[dist.get_rank()])
+        boosted.backward(toys.mean_next_token(boosted.model, mine))
+        boosted.update()
+        mean_of(reference, batch, toys.mean_next_token).backward()
+        torch.optim.SGD(reference.parameters(), lr=0.1).step()
+        return far(boosted, reference)
+
+    assert max(world2.run(run)) < CLOSE
+
+
+class Once(torch.autograd.Function):
+    """A backward that raises the first time."""
+
+    raised = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if not Once.raised:
+            Once.raised = True
+            raise RuntimeError("interrupted")
+        return grad
+
+
+def interrupted(transform: Transform, fallback: bool) -> tuple[str, float]:
+    """Train on after a backward that raised half-way."""
+    Once.raised = False
+    boosted, reference = boosted_gpt(transform), gpt()
+    boosted.model.blocks[0].register_forward_hook(lambda m, a, o: Once.apply(o))
+    if fallback:  # as in torch 2.11, which has no way of its own to start over
+        from torch.distributed.fsdp import FSDPModule
+
+        del FSDPModule.reset_iter_state
+    batch = toys.tokens(4, 1)
+    told = ""
+    try:
+        boosted.train_step(toys.mean_next_token, boosted.shard(batch))
+    except RuntimeError as error:
+        told = str(error)
+    boosted.train_step(toys.mean_next_token, boosted.shard(batch))
+    mean_of(reference, batch, toys.mean_next_token).backward()
+    torch.optim.SGD(reference.parameters(), lr=0.1).step()
+    return told, far(boosted, reference)
+
+
+@pytest.mark.parametrize("transform", STAGES, ids=repr)
+def test_an_interrupted_backward_leaves_nothing_behind(transform: Transform, world2: World) -> None:
+    for told, error in world2.run(interrupted, transform, False):
+        assert told == "interrupted"
+        assert error < CLOSE
 
 
 def by_hand(transform: Transform, form: str) -> float:

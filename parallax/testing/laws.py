@@ -77,9 +77,9 @@ TABLE: dict[str, Member] = {
             "mixed_precision('bf16', reduce='bf16')",
             "mixed_precision('bf16', keep='norms')",
             "mixed_precision('bf16', outputs='bf16')",
-        ),
+        )
     ),
-    "clip": Member(_said("clip(0.05)", "clip(1000.0)"), "clip"),
+    "clip": Member(_said("clip(0.05)", "clip(1000.0)")),
 }
 
 ALIASES = {"shard_zero": "zero", "tensor_parallel": "tp"}

@@ -45,6 +45,8 @@ def load_(
             tree = _read(boosted, index, kinds, _Reader(path, index.token, stack))
     except CheckpointError as error:
         fault = str(error)
+    except Exception as error:  # noqa: BLE001  the other ranks must not be left waiting
+        fault = f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}."
     _, found = agree("", fault)
     if any(found):
         raise CheckpointError(next(text for text in found if text))

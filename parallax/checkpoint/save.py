@@ -168,5 +168,9 @@ def _replace(partial: Path, target: Path) -> None:
         return
     old = partial.with_suffix(".old")
     target.rename(old)
-    partial.rename(target)
-    shutil.rmtree(old)
+    try:
+        partial.rename(target)
+    except OSError:
+        old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -172,6 +172,10 @@ def _settings(model: nn.Module, optimizer: OptimizerLike) -> list[str]:
             told = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if key != "params" and isinstance(told, plain):
                 lines.append(f"group {number} of the optimizer: {key}={told!r}")
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            told = f"{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            lines.append(f"state of {names.get(id(parameter))}: {key} {told}")
     return lines
 
 

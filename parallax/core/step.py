@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from parallax.core.axes import DATA_AXES
-from parallax.core.mesh import device_of, total
+from parallax.core.mesh import device_of, size_of, total
 from parallax.core.rewrite import Grad, LossFn
 from parallax.errors import DataError, StepError
 
@@ -135,16 +135,23 @@ def weigh(
     """
     device = device_of(mesh)
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    here = torch.as_tensor(count, dtype=dtype, device=device).detach()
+    # Not as_tensor: a number copied from the host would wait for the device.
+    if isinstance(count, Tensor):
+        here = count.detach().to(device=device, dtype=dtype).reshape(())
+    else:
+        here = torch.full((), float(count), dtype=dtype, device=device)
     share = value.detach().to(device=device, dtype=dtype)
     # A rank without samples may have a mean over nothing, which is NaN and counts for nothing.
     share = torch.where(here > 0, share if is_sum else share * here, 0)
-    data_ranks = mesh["data_replicate"].size() * mesh["data_shard"].size()
+    data_ranks = size_of(mesh)
     if data_ranks == 1:
         loss = share / here if is_sum else value.detach().to(dtype)
-        return loss, (1 / here if is_sum else torch.ones_like(here))
+        counted = torch.where(here > 0, 1 / torch.where(here > 0, here, 1.0), 0.0)
+        return loss, (counted if is_sum else torch.ones_like(here))
     sums = total(torch.stack([share, here]), mesh, DATA_AXES)
-    factor = (data_ranks if is_sum else data_ranks * here) / sums[1]
+    # Nothing counted anywhere: no gradient, rather than one that is not a number.
+    counts = torch.where((here > 0) & (sums[1] > 0), 1.0 if is_sum else here, 0.0)
+    factor = data_ranks * counts / torch.where(sums[1] > 0, sums[1], 1.0)
     return sums[0] / sums[1], factor
 
 
@@ -152,8 +159,8 @@ class Seen:
     """How many rows the model ran on last: what a hand-written loop's mean loss is over.
 
     Attributes:
-        rows: Rows of the last forward that built a graph; None before the first, or when the
-            tensors' first dims differ.
+        rows: First dim of the first tensor given to the last forward that built a graph; None
+            before the first. One rule for all ranks, whatever else the model is given.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -162,8 +169,8 @@ class Seen:
 
     def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            lengths = {len(x) for _, x in tensor_rows((args, *kwargs.values()))}
-            self.rows = lengths.pop() if len(lengths) == 1 else None
+            rows = tensor_rows([*args, *kwargs.values()])  # in the order of the call
+            self.rows = len(rows[0][1]) if rows else None
 
 
 class StandIn:
@@ -214,8 +221,24 @@ def loss_of(
         As `read_loss`.
     """
     batch, stand_in.idle = stand_in.fill(batch)
-    value, count, is_sum = read_loss(loss_fn(model, batch), batch)
-    return (value * 0.0, 0.0, is_sum) if stand_in.idle else (value, count, is_sum)
+    if not stand_in.idle:
+        return read_loss(loss_fn(model, batch), batch)
+    # Not through the loss: a weighted mean over a row that weighs nothing is not a number, and is
+    # none either when multiplied by zero.
+    outputs: list[Tensor] = []
+    hook = model.register_forward_hook(lambda module, args, out: outputs.extend(_tensors(out)))
+    try:
+        value, _, is_sum = read_loss(loss_fn(model, batch), batch)
+    finally:
+        hook.remove()
+    joined = [(out * 0).sum().to(value.dtype) for out in outputs if out.requires_grad]
+    return (torch.stack(joined).sum() if joined else value * 0.0), 0.0, is_sum
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    if isinstance(out, Mapping):
+        return [t for value in out.values() for t in _tensors(value)]
+    return [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
 
 
 def grad_of(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> Grad:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # to
 # The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
 from torch.distributed.utils import _apply_to_tensors
 
-from parallax.core.mesh import total
+from parallax.core.mesh import agree, size_of, total
 from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
@@ -108,7 +109,9 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     )
     shards: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _drop_after_inference(model, shards)
-    store = Store(shards, loose, draft.mesh, hold=sharding.stage in (None, 1))
+    store = Store(
+        shards, loose, dict(model.named_parameters()), draft.mesh, hold=sharding.stage in (None, 1)
+    )
     before, forget_inner = draft.settle, draft.forget
 
     def settle() -> None:
@@ -140,17 +143,29 @@ class Store:
     """
 
     def __init__(
-        self, shards: list[FSDPModule], loose: list[nn.Parameter], mesh: DeviceMesh, *, hold: bool
+        self,
+        shards: list[FSDPModule],
+        loose: list[nn.Parameter],
+        named: dict[str, nn.Parameter],
+        mesh: DeviceMesh,
+        *,
+        hold: bool,
     ) -> None:
         self._shards = shards
         self._root = shards[0]  # modules() gives the model itself first
         self._loose = loose
         self._mesh = mesh
+        self._window = False
+        skipped = {id(p) for p in loose}
+        self._trained = {
+            name: p for name, p in named.items() if id(p) not in skipped and p.requires_grad
+        }
         self._hold = hold
 
     def sync(self, on: bool) -> None:
         """Whether the next backward reduces gradients."""
         root = self._root
+        self._window |= not on
         root.set_requires_gradient_sync(on)
         root.set_is_last_backward(on)
         if self._hold:
@@ -160,7 +175,10 @@ class Store:
         """Put parameters back into shards, and see that every gradient was reduced."""
         for module in self._shards:
             module.reshard()
-        self._refuse_unreduced()
+        if self._window:
+            self._refuse_unreduced()
+            self._window = False
+        self._refuse_unlike()
         if self._loose:
             self._reduce_loose()
 
@@ -180,6 +198,32 @@ class Store:
                         "outside no_sync(), then step."
                     )
 
+    def _refuse_unlike(self) -> None:
+        """Refuse gradients that only some ranks have.
+
+        A unit's reduction packs the parameters that got a gradient; where ranks packed different
+        ones, it has added up different parameters. The exchange is between hosts, in eight bytes:
+        it does not wait for the device.
+        """
+        if dist.get_world_size() == 1:
+            return
+        has = tuple(p.grad is not None for p in self._trained.values())
+        mine = hash(has) >> 2
+        pair = torch.tensor([mine, -mine], device=_host_device(self._mesh))
+        dist.all_reduce(pair, dist.ReduceOp.MAX)
+        highest, lowest = pair.tolist()
+        if highest == -lowest:
+            return
+        _, rows = agree("", has)
+        index = next(i for i, column in enumerate(zip(*rows, strict=True)) if len(set(column)) > 1)
+        some = [rank for rank, row in enumerate(rows) if row[index]]
+        raise StepError(
+            f"{list(self._trained)[index]} got a gradient on the ranks {some} only, so gradients "
+            "of different parameters were added up. Nothing was updated.\n\nIn one step a "
+            "parameter is used on all ranks or on none: run every branch on every rank, if need be "
+            "on one row with weight zero."
+        )
+
     def forget(self) -> None:
         """Drop gradients that torch keeps off `.grad`, and what a failed backward left behind."""
         states = [module._get_fsdp_state() for module in self._shards]
@@ -195,7 +239,7 @@ class Store:
     @torch.no_grad()
     def _reduce_loose(self) -> None:
         """Average loose gradients. Averaging twice changes nothing, so this may run at any time."""
-        ranks = self._mesh["data_replicate"].size() * self._mesh["data_shard"].size()
+        ranks = size_of(self._mesh)
         if ranks == 1:
             return
         rows = [p for p in self._loose if p.requires_grad]
@@ -209,6 +253,11 @@ class Store:
         for parameter, mean, count in zip(rows, means, sums[flat.numel() :].tolist(), strict=True):
             # No rank has a gradient: one process would have none either, and skip the update.
             parameter.grad = mean.to(parameter.dtype).view_as(parameter) if count else None
+
+
+def _host_device(mesh: DeviceMesh) -> str:
+    """Where a small exchange between hosts runs: the CPU where the world has a CPU backend."""
+    return "cpu" if "cpu" in str(dist.get_backend_config()) else mesh.device_type
 
 
 def _reset(root: FSDPModule, states: list[Any]) -> None:

@@ -59,8 +59,8 @@ def zero(
     """Shard the training state over data ranks (ZeRO, arXiv:1910.02054) with FSDP2.
 
     Stages 1 and 2 keep a unit's parameters gathered from its forward to its backward; stage 3 drops
-    and gathers them again. Gradients are reduce-scattered as each unit's backward ends; stage 1
-    differs from 2 in accumulation, where it holds whole gradients and communicates once.
+    and gathers them again. Gradients are reduce-scattered as each unit's backward ends, in every
+    stage; inside `no_sync` every stage holds whole gradients, and stage 1 whole parameters too.
 
     States:
         Sharding.stage, Sharding.units; Axes.data_shard, or that this axis takes the ranks left.

@@ -57,7 +57,7 @@ def tp(
 
     Example:
         >>> tp(2, rules={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
-        tp(2, rules=(('blocks.*.up', 'colwise'), ('blocks.*.down', 'rowwise')))
+        tp(2, rules=(('blocks.*.down', 'rowwise'), ('blocks.*.up', 'colwise')))
     """
     if degree is None:
         raise ValueError("tp needs a number of ranks: tp(2).")

@@ -309,7 +309,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda b: b.loader(Squares(3), batch_size=4, drop_last=True),
         (
             "drop_last=True leaves no batch: 3 samples are fewer than one global batch of 4.\n\n"
-            "Use drop_last=False or a batch size of at most 3."
+            "Use drop_last=False or a batch size of at most 2."
         ),
     ),
     "own sampler": (

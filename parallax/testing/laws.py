@@ -98,6 +98,7 @@ class Case:
         optimizer: Name of an optimizer.
         loss: Name of a loss.
         rows: Rows of a global batch; need not divide by the data ranks.
+        dtype: In which precision it is checked: float64 for the logic, or the composition's own.
     """
 
     world: int
@@ -107,6 +108,7 @@ class Case:
     optimizer: str
     loss: str
     rows: int
+    dtype: Check = "fp64"
 
     @property
     def transform(self) -> Transform:
@@ -118,7 +120,7 @@ class Case:
         """Names of the members that take part."""
         return tuple(sorted({part.partition("(")[0] for part in self.parts}))
 
-    def verify(self, *, dtype: Check = "fp64", steps: int = 2, blame: bool = True) -> Report:
+    def verify(self, *, steps: int = 2, blame: bool = True) -> Report:
         """Run it."""
         make, batch, _ = MODELS[self.model]
         options = dict(self.options)
@@ -130,7 +132,7 @@ class Case:
             [batch(self.rows, seed) for seed in range(steps)],
             world=self.world,
             steps=steps,
-            dtype=dtype,
+            dtype=self.dtype,
             blame=blame,
         )
 
@@ -164,7 +166,11 @@ def _disagree(parts: list[str], text: str) -> bool:
 
 
 @st.composite
-def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1, 2, 4)) -> Case:
+def cases(
+    draw: st.DrawFn,
+    worlds: tuple[int, ...] = (1, 2, 4),
+    dtypes: tuple[Check, ...] = ("fp64", "fp64", "native"),
+) -> Case:
     """Draw a world, a composition that fills it in a random order, a model and a run."""
     world = draw(st.sampled_from(worlds))
     names = draw(st.permutations(sorted(TABLE)))
@@ -208,6 +214,7 @@ def cases(draw: st.DrawFn, worlds: tuple[int, ...] = (1, 2, 4)) -> Case:
         optimizer=draw(st.sampled_from(["adamw", "momentum"])),
         loss=draw(st.sampled_from(MODELS[model][2])),
         rows=draw(st.sampled_from([8, 7, 5])),
+        dtype=draw(st.sampled_from(dtypes)),
     )
 
 

@@ -53,10 +53,12 @@ class Tally:
         self.pairs: Counter[tuple[str, ...]] = Counter()
         self.triples: Counter[tuple[str, ...]] = Counter()
         self.singles: Counter[str] = Counter()
+        self.dtypes: Counter[str] = Counter()
 
     def add(self, case: Case, message: str) -> None:
         """Count one draw; an empty message is a pass."""
         self.draws += 1
+        self.dtypes[case.dtype] += 1
         if message:
             self.failures.append((case, message))
             return
@@ -65,7 +67,7 @@ class Tally:
         self.triples.update(itertools.combinations(case.members, 3))
 
 
-def soak(draws: int, *, worlds: tuple[int, ...], dtype: Check, seed: int) -> Tally:
+def soak(draws: int, *, worlds: tuple[int, ...], dtypes: tuple[Check, ...], seed: int) -> Tally:
     """Draw and verify compositions; a failure is written down and the soak goes on."""
     tally = Tally()
     start = time.monotonic()
@@ -79,9 +81,9 @@ def soak(draws: int, *, worlds: tuple[int, ...], dtype: Check, seed: int) -> Tal
         verbosity=Verbosity.quiet,
         suppress_health_check=tuple(HealthCheck),  # pyright: ignore[reportArgumentType]
     )
-    @given(case=cases(worlds))
+    @given(case=cases(worlds, dtypes))
     def one(case: Case) -> None:
-        report = case.verify(dtype=dtype, blame=False)
+        report = case.verify(blame=False)
         tally.add(case, report.message)
         if tally.failures and tally.failures[-1][0] is case:
             print(f"FAILED {case}\n{report}", flush=True)
@@ -102,9 +104,10 @@ def refusal(first: str, second: str) -> str:
     return ""
 
 
-def table(tally: Tally, *, worlds: tuple[int, ...], dtype: Check) -> str:
+def table(tally: Tally, *, worlds: tuple[int, ...]) -> str:
     """The composability matrix as a page."""
     names = sorted(TABLE)
+    dtypes = " and ".join(f"{count} in {name}" for name, count in sorted(tally.dtypes.items()))
     failed = {
         pair for case, _ in tally.failures for pair in itertools.combinations(case.members, 2)
     }
@@ -138,7 +141,7 @@ def table(tally: Tally, *, worlds: tuple[int, ...], dtype: Check) -> str:
         *HEAD,
         "",
         *textwrap.wrap(
-            f"{tally.draws} compositions, worlds of {', '.join(map(str, worlds))} ranks, {dtype}, "
+            f"{tally.draws} compositions, worlds of {', '.join(map(str, worlds))} ranks, {dtypes}, "
             f"torch {torch.__version__.partition('+')[0]}, {platform.machine()}: "
             f"{len(tally.failures)} failed. Triples: {len(drawn)} of {len(possible)} that can be "
             f"composed were drawn, each {fewest} times or more.",
@@ -159,14 +162,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--draws", type=int, default=5000)
     parser.add_argument("--worlds", default="1,2,4")
-    parser.add_argument("--dtype", choices=("fp64", "fp32", "native"), default="fp64")
+    parser.add_argument("--dtypes", default="fp64,fp64,native", help="drawn with equal chance")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     worlds = tuple(int(n) for n in options.worlds.split(","))
-    tally = soak(options.draws, worlds=worlds, dtype=options.dtype, seed=options.seed)
-    page = table(tally, worlds=worlds, dtype=options.dtype)
+    dtypes = tuple(options.dtypes.split(","))
+    tally = soak(options.draws, worlds=worlds, dtypes=dtypes, seed=options.seed)
+    page = table(tally, worlds=worlds)
     print(page)
     if options.out:
         options.out.write_text(page)

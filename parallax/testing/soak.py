@@ -8,11 +8,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
+import multiprocessing
 import platform
 import textwrap
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, Verbosity, given, settings
@@ -66,9 +70,36 @@ class Tally:
         self.pairs.update(itertools.combinations(case.members, 2))
         self.triples.update(itertools.combinations(case.members, 3))
 
+    def merge(self, other: Tally) -> None:
+        """Add another's counts."""
+        self.draws += other.draws
+        self.failures += other.failures
+        for mine, theirs in zip(self._counters(), other._counters(), strict=True):
+            mine.update(theirs)
 
-def soak(draws: int, *, worlds: tuple[int, ...], dtypes: tuple[Check, ...], seed: int) -> Tally:
-    """Draw and verify compositions; a failure is written down and the soak goes on."""
+    def _counters(self) -> list[Counter[Any]]:
+        return [self.pairs, self.triples, self.singles, self.dtypes]
+
+
+def soak(
+    draws: int,
+    worlds: tuple[int, ...],
+    dtypes: tuple[Check, ...],
+    seed: int,
+    minutes: float = math.inf,
+) -> Tally:
+    """Draw and verify compositions; a failure is written down and the soak goes on.
+
+    Args:
+        draws: How many.
+        worlds: Sizes of worlds to draw from.
+        dtypes: Precisions to draw from.
+        seed: Seed of the draws.
+        minutes: When to stop, however many were drawn.
+
+    Returns:
+        What was drawn, and how it went.
+    """
     tally = Tally()
     start = time.monotonic()
 
@@ -83,6 +114,8 @@ def soak(draws: int, *, worlds: tuple[int, ...], dtypes: tuple[Check, ...], seed
     )
     @given(case=cases(worlds, dtypes))
     def one(case: Case) -> None:
+        if time.monotonic() - start > 60 * minutes:
+            return
         report = case.verify(blame=False)
         tally.add(case, report.message)
         if tally.failures and tally.failures[-1][0] is case:
@@ -164,12 +197,21 @@ def main() -> None:
     parser.add_argument("--worlds", default="1,2,4")
     parser.add_argument("--dtypes", default="fp64,fp64,native", help="drawn with equal chance")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that draw side by side")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     worlds = tuple(int(n) for n in options.worlds.split(","))
     dtypes = tuple(options.dtypes.split(","))
-    tally = soak(options.draws, worlds=worlds, dtypes=dtypes, seed=options.seed)
+    each = -(-options.draws // options.jobs)
+    tally = Tally()
+    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as jobs:
+        for done in [
+            jobs.submit(soak, each, worlds, dtypes, 1000 * options.seed + i, options.minutes)
+            for i in range(options.jobs)
+        ]:
+            tally.merge(done.result())
     page = table(tally, worlds=worlds)
     print(page)
     if options.out:

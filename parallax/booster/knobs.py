@@ -129,7 +129,9 @@ _REDUCER = {
         "global batch",
     ),
     "find_unused_parameters": Knob(
-        False, "parameters that no rank uses are always found", also=(True,)
+        False,
+        "parameters that no rank uses are always found, and one that only some ranks use in a "
+        "step is refused at the update",
     ),
     "check_reduction": Knob(
         False, "a step with gradients that were not reduced is always an error"
@@ -228,7 +230,7 @@ MOE: Mapping[str, Knob] = {
     "cpu_offload": later(False, "offloading to the CPU is"),
     "gradient_checkpoint_config": later(None, "recomputing activations is"),
     "make_vocab_size_divisible_by": Knob(
-        64, "vocabularies that do not divide are cut unevenly, not padded"
+        64, "vocabularies are not padded; one that tp_size does not divide is refused"
     ),
     "overlap_communication": Knob(False, _OVERLAP, also=(True,)),
     "moe_dp_outside": later(True, "expert parallelism is"),

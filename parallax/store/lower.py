@@ -24,10 +24,10 @@ from parallax.core.mesh import agree, size_of, total
 from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
+from parallax.core.units import shares_outside, units_of
 from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.facts import Precision, Sharding
-from parallax.store.units import shares_outside, units_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from parallax import RuleError, zero
-from parallax.store.units import units_of
+from parallax.core.units import units_of
 from parallax.testing import World, toys
 
 

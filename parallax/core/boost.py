@@ -20,7 +20,8 @@ from parallax.core.names import Names
 from parallax.core.phase import Phase
 from parallax.core.plan import ordered
 from parallax.core.rewrite import Draft, Room
-from parallax.core.step import Seen, StandIn, grad_of
+from parallax.core.step import Seen, StandIn, Weighing, grad_of
+from parallax.core.slices import local
 from parallax.core.transform import OptimizerLike, Transform
 from parallax.core.tree import Boosted  # registered as a tree there
 from parallax.errors import (
@@ -70,10 +71,12 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         _no_grad_yet,
         _no_update,
         _any,
+        lambda: _gradients(draft),
         _nothing,
         _nothing,
         nullcontext,
         StandIn(),
+        Weighing(mesh),
     )
     for rewrite in plan.rewrites:
         faults += rewrite.check(draft, plan)
@@ -87,7 +90,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     seen = Seen(model)
     title = type(model).__name__  # fully_shard renames the class
     _share_randomness(mesh)
-    draft = draft._replace(grad=grad_of(model, mesh, draft.stand_in))
+    draft = draft._replace(grad=grad_of(model, draft.weighing, draft.stand_in))
     rooms: dict[str, Room] = {}
     settled = False
     for rewrite in plan.rewrites:
@@ -264,8 +267,7 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
         elif closure is not None:
             evaluate()
         draft.settle()
-        draft.update()
-        boosted._step += 1
+        boosted._count(draft.update())
         return loss[0] if loss else None
 
     # Schedulers attached earlier look for their mark on optimizer.step, and warn without it.
@@ -317,8 +319,13 @@ def _no_grad_yet(loss_fn: Any, batch: Any) -> Tensor:
     raise AssertionError("grad is set before the first build")
 
 
-def _any(on: bool) -> None:
+def _any(reduce: bool, last: bool) -> None:
     """Nothing is reduced over data axes, so nothing can be put off."""
+
+
+def _gradients(draft: Draft) -> dict[str, Tensor]:
+    named = draft.names.parameters_of(*draft.parts)
+    return {name: local(p.grad) for name, p in named.items() if p.grad is not None}
 
 
 def _nothing() -> None:

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch import Tensor
 
-from parallax.core.collect import collect
 from parallax.core.late import Late
 from parallax.core.mesh import device_of, rank_on
-from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
-from parallax.core.slices import cut, local
+from parallax.core.slices import cut
+from parallax.core.state import KINDS, Kind, State
 from parallax.core.step import Seen, cut_rows, loss_of, read_loss, rows_of, to_device, weigh
-from parallax.errors import CheckpointError, DataError, StepError
+from parallax.errors import DataError, StepError
+
+__all__ = ["KINDS", "Boosted", "Kind"]
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-Kind = Literal["params", "buffers", "moments", "rooms", "step"]
-
-# Verbs of the pair that rooms carry out. The pair knows their addresses and nothing else of them,
-# as a transform knows its rewrites': core imports no room.
+# Verbs that a room carries out, by address, since core imports no room.
 LOADER = Late("parallax.data:loader")
-SAVE = Late("parallax.checkpoint:save")
-LOAD_ = Late("parallax.checkpoint:load_")
-
-KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
+AVERAGED = Late("parallax.step.average:averaged")
+ATTACH = Late("parallax.step.attach:attach")
 
 
-class Boosted:
+class Boosted(State):
     """A rewritten model/optimizer pair. Made by calling a transform.
 
     A tree of optree's namespace `"parallax"` with the leaves `params`, `buffers`, `moments`,
@@ -59,36 +52,12 @@ class Boosted:
     ) -> None:
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
+        self._took_place: bool | Tensor = True
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
         self.title = title
         self._seen = seen
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, rewritten in place."""
-        return self._draft.parts[0]
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The optimizer, re-pointed in place; its `step()` is the whole update."""
-        return self._draft.optimizer
-
-    @property
-    def names(self) -> Names:
-        """Original full names of this rank's tensors."""
-        return self._draft.names
-
-    @property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh, with all five axes."""
-        return self._draft.mesh
-
-    @property
-    def step(self) -> int:
-        """Number of updates made."""
-        return int(self._step)
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -124,8 +93,10 @@ class Boosted:
             DataError: A mean loss over a batch whose tensors disagree about their first dim.
         """
         loss = self.grad(loss_fn, batch)
-        self.update()
-        self.zero_grad()
+        try:
+            self.update()
+        finally:
+            self.zero_grad()  # also after a refused update: its gradients must not reach the next
         return loss
 
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
@@ -140,6 +111,8 @@ class Boosted:
     def update(self) -> None:
         """The second half of `train_step`: consumes `.grad`. The same as `optimizer.step()`.
 
+        `boosted.took_place` says afterwards whether it changed the parameters.
+
         Raises:
             StepError: There is no optimizer, or it can only step with a closure.
         """
@@ -152,6 +125,24 @@ class Boosted:
         self.optimizer.step()  # not past it: attached schedulers watch this call
 
     @property
+    def took_place(self) -> bool:
+        """Whether the last update changed the parameters, or was skipped by `fp16` or `clip`.
+
+        Reading it waits for the device where only the device knows.
+        """
+        return bool(self._took_place)
+
+    def attach(self, scheduler: Any, *, per: Literal["update", "epoch"] = "update") -> Any:
+        """Let a learning-rate scheduler know of skipped updates; see `parallax.step.attach`."""
+        self._live("attach")
+        return ATTACH(self, scheduler, per=per)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within it the model computes with the averaged weights; see `parallax.ema`."""
+        self._live("averaged")
+        return AVERAGED(self)
+
+    @property
     def grads(self) -> dict[str, Tensor]:
         """This rank's gradients by original name, reduced as an update would use them.
 
@@ -160,13 +151,6 @@ class Boosted:
         self._live("grads")
         self._draft.settle()
         return {name: p.grad for name, p in self.params.items() if p.grad is not None}
-
-    def zero_grad(self) -> None:
-        """Forget all gradients, also those of parameters that no optimizer group holds."""
-        for part in self._draft.parts:
-            for parameter in part.parameters():
-                parameter.grad = None
-        self._draft.forget()
 
     def eval_step(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The global loss of a batch in evaluation mode, without gradients; as in `train_step`."""
@@ -210,18 +194,17 @@ class Boosted:
             )
         value, _, is_sum = read_loss(loss if count is None else (loss, count), None)
         weight = count if count is not None else (1 if self._seen.rows is None else self._seen.rows)
-        factor = weigh(value, weight, is_sum, self.mesh)[1]
-        (value.to(factor.dtype) * factor).backward()
+        self._draft.weighing.backward(value, weight, is_sum)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside only add up on this rank; the next one outside reduces the sum."""
         self._live("no_sync")
-        self._draft.sync(False)
+        self._draft.sync(False, False)
         try:
             yield
         finally:
-            self._draft.sync(True)
+            self._draft.sync(True, True)
 
     # -- data --------------------------------------------------------------------------------------
 
@@ -275,114 +258,14 @@ class Boosted:
             **options,
         )
 
-    # -- state -------------------------------------------------------------------------------------
-
-    @property
-    def params(self) -> dict[str, Tensor]:
-        """This rank's parameters by original full name."""
-        return self.leaves("params")
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """This rank's saved buffers by original full name."""
-        return self.leaves("buffers")
-
-    @property
-    def moments(self) -> dict[str, dict[str, Any]]:
-        """The optimizer's state by parameter name; empty before the first step."""
-        return self.leaves("moments")
-
-    def gather(self) -> dict[str, Any] | None:
-        """The whole, unsharded state on the CPU of rank 0; None on the other ranks.
-
-        Returns:
-            A dict of `params`, `buffers`, `moments`, `rooms` and `step`; on rank 0 only.
-
-        Cost:
-            One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
-        """
-        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh)
-
-    def load_(self, source: Boosted | str | os.PathLike[str]) -> None:
-        """Write a snapshot, or a checkpoint directory, back into this pair, in place.
-
-        Raises:
-            CheckpointError: The source is missing, damaged, or does not fit.
-        """
-        self._live("load_")
-        if not isinstance(source, Boosted):
-            LOAD_(self, source)
-            return
-        if source.plan != self.plan:
-            raise CheckpointError(
-                f"a snapshot of\n{source.plan}\nwas given to a pair of\n{self.plan}\n\n"
-                "Save to a directory and load that: files fit any composition."
-            )
-        self.write_({kind: source.leaves(kind) for kind in KINDS})
-
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
-        self._live("save")
-        SAVE(self, directory)
-
-    @torch.no_grad()
-    def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:
-        """Write leaves (as laid out on this rank) into the live pair."""
-        self.zero_grad()  # gradients of other weights must not reach the next update
-        self._draft.settle()
-        for kind in ("params", "buffers"):
-            if kind in kinds:
-                mine = self.leaves(kind)
-                for name, value in tree[kind].items():
-                    local(mine[name]).copy_(local(value))
-        if self.optimizer is not None and "moments" in kinds:
-            self._write_moments(tree["moments"])
-        for name, state in tree["rooms"].items():
-            self.rooms[name].state.update(_copied(state))
-        if "step" in kinds:
-            self._step = torch.as_tensor(tree["step"]).clone()
-
-    def _write_moments(self, moments: dict[str, dict[str, Any]]) -> None:
-        assert self.optimizer is not None
-        state = self.optimizer.state
-        params = self.leaves("params")
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        for name, parameter in params.items():
-            if id(parameter) not in held:
-                continue
-            if name not in moments:
-                state.pop(parameter, None)
-                continue
-            state[parameter] = _copied(moments[name])
-
-    def leaves(self, kind: Kind) -> Any:
-        """The tensors of one kind, as laid out on this rank: what a checkpoint holds."""
-        if self._frozen is not None:
-            return self._frozen[kind]
-        names, parts = self._draft.names, self._draft.parts
-        if kind == "params":
-            return names.parameters_of(*parts)
-        if kind == "buffers":
-            return names.buffers_of(*parts)
-        if kind == "rooms":
-            return {name: room.state for name, room in self.rooms.items() if room.state}
-        if kind == "step":
-            return self._step
-        state = self.optimizer.state if self.optimizer is not None else {}
-        named = names.parameters_of(*parts)
-        return {name: dict(state[p]) for name, p in named.items() if state.get(p)}
-
-    def _live(self, verb: str) -> None:
-        if self._frozen is not None:
-            raise StepError(
-                f"{verb} was called on a snapshot, which holds tensors and trains nothing.\n\n"
-                "Call it on the boosted pair; boosted.load_(snapshot) writes the snapshot back."
-            )
+    def _count(self, took_place: bool | Tensor | None) -> None:
+        """Note what an update said of itself."""
+        self._took_place = True if took_place is None else took_place
+        if isinstance(took_place, Tensor):  # counted on the device, so that nobody waits
+            self._step = self._step.to(took_place.device) + took_place
+        else:
+            self._step = self._step + int(self._took_place)
 
     def __repr__(self) -> str:
         kind = "snapshot" if self._frozen is not None else "boosted"
         return f"<{kind} {self.title} at step {self.step}: {self.plan.composition}>"
-
-
-def _copied(entries: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}

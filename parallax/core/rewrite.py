@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
     from parallax.core.names import Names
     from parallax.core.plan import Plan
-    from parallax.core.step import StandIn
+    from parallax.core.step import StandIn, Weighing
 
 LossFn = Callable[[Any, Any], Any]
 Grad = Callable[[LossFn, Any], Tensor]
-Update = Callable[[], None]
-Sync = Callable[[bool], None]
+Update = Callable[[], bool | Tensor | None]
+Sync = Callable[[bool, bool], None]
+Gradients = Callable[[], dict[str, Tensor]]
 Settle = Callable[[], None]
 Forget = Callable[[], None]
 Context = Callable[[], AbstractContextManager[Any]]
@@ -38,13 +39,19 @@ class Draft(NamedTuple):
         mesh: The device mesh with all five named axes.
         names: Original full names of parameters and buffers.
         grad: `(loss_fn, batch) -> loss`: runs forward and backward and fills `.grad`.
-        update: `() -> None`: consumes `.grad` and changes the parameters.
-        sync: `(on) -> None`: whether the next backward reduces gradients over the data axes.
+        update: `() -> took place`: consumes `.grad` and changes the parameters. False, or a 0-dim
+            bool tensor that is false, when it was skipped; None counts as true.
+        sync: `(reduce, last) -> None`: whether the next backward reduces gradients over the data
+            axes, and whether it is the last before an update, which waits for reductions to end.
+        gradients: `() -> tensors`: this rank's parts of all gradients as they stand, reduced or
+            not, to be changed in place; by name, with `"/unreduced"` behind it where they are kept
+            elsewhere than in `.grad`.
         settle: `() -> None`: runs before every update, outside all wrappers of it: brings gradients
             and parameters into the form an update needs, or says why they cannot be.
         forget: `() -> None`: drops gradients that are kept elsewhere than in `.grad`.
         context: A context manager's maker: what must surround the loss function and the backward.
         stand_in: What a data rank without rows runs on.
+        weighing: What turns losses into what backward runs on.
     """
 
     parts: tuple[nn.Module, ...]
@@ -54,10 +61,12 @@ class Draft(NamedTuple):
     grad: Grad
     update: Update
     sync: Sync
+    gradients: Gradients
     settle: Settle
     forget: Forget
     context: Context
     stand_in: StandIn
+    weighing: Weighing
 
 
 @dataclass

@@ -7,7 +7,7 @@ it, also one rank and plain replication (a shard axis of size 1), which keeps on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from parallax.core.mesh import agree, size_of, total
 from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
+from parallax.core.slices import local
 from parallax.core.units import shares_outside, units_of
 from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
@@ -112,7 +113,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     store = Store(
         shards, loose, dict(model.named_parameters()), draft.mesh, hold=sharding.stage in (None, 1)
     )
-    before, forget_inner = draft.settle, draft.forget
+    before, forget_inner, reduced = draft.settle, draft.forget, draft.gradients
 
     def settle() -> None:
         before()
@@ -129,7 +130,11 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         "loose": len(loose),
         "store": store,
     }
-    return draft._replace(sync=store.sync, settle=settle, forget=forget), Room(notes=notes)
+    def gradients() -> dict[str, Tensor]:
+        return {**reduced(), **store.gradients()}
+
+    draft = draft._replace(sync=store.sync, gradients=gradients, settle=settle, forget=forget)
+    return draft, Room(notes=notes)
 
 
 class Store:
@@ -162,14 +167,18 @@ class Store:
         }
         self._hold = hold
 
-    def sync(self, on: bool) -> None:
-        """Whether the next backward reduces gradients."""
+    def sync(self, reduce: bool, last: bool) -> None:
+        """Whether the next backward reduces gradients, and whether it waits until that is done."""
         root = self._root
-        self._window |= not on
-        root.set_requires_gradient_sync(on)
-        root.set_is_last_backward(on)
+        self._window |= not reduce
+        root.set_requires_gradient_sync(reduce)
+        root.set_is_last_backward(last)
         if self._hold:
-            root.set_reshard_after_backward(on)
+            root.set_reshard_after_backward(last)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients that wait for their reduction, by name."""
+        return {f"{name}/unreduced": g for name, g in self._unreduced()}
 
     def settle(self) -> None:
         """Put parameters back into shards, and see that every gradient was reduced."""
@@ -182,7 +191,7 @@ class Store:
         if self._loose:
             self._reduce_loose()
 
-    def _refuse_unreduced(self) -> None:
+    def _unreduced(self) -> Iterator[tuple[str, Tensor]]:
         # torch keeps an unreduced gradient in a private field, and a step would pass it over in
         # silence: the sharded parameter's own .grad is None.
         for module in self._shards:
@@ -192,11 +201,14 @@ class Store:
                 if unreduced is None and hasattr(held, "_unsharded_param"):
                     unreduced = held._unsharded_param.grad
                 if unreduced is not None:
-                    raise StepError(
-                        f"the gradient of {held._param_fqn} was added up inside no_sync() and "
-                        "never reduced over the data ranks.\n\nRun the last backward of the window "
-                        "outside no_sync(), then step."
-                    )
+                    yield held._param_fqn, local(unreduced)
+
+    def _refuse_unreduced(self) -> None:
+        for name, _ in self._unreduced():
+            raise StepError(
+                f"the gradient of {name} was added up inside no_sync() and never reduced over the "
+                "data ranks.\n\nRun the last backward of the window outside no_sync(), then step."
+            )
 
     def _refuse_unlike(self) -> None:
         """Refuse gradients that only some ranks have.

@@ -1,0 +1,176 @@
+"""The tensors of a boosted pair: what a checkpoint holds, read and written in place."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from parallax.core.collect import collect
+from parallax.core.late import Late
+from parallax.core.names import Names
+from parallax.core.plan import Plan
+from parallax.core.rewrite import Draft, Room
+from parallax.core.slices import local
+from parallax.errors import CheckpointError, StepError
+
+Kind = Literal["params", "buffers", "moments", "rooms", "step"]
+
+KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
+
+# Verbs that another room carries out. The pair knows their addresses and nothing else of them, as a
+# transform knows its rewrites': core imports no room.
+SAVE = Late("parallax.checkpoint:save")
+LOAD_ = Late("parallax.checkpoint:load_")
+
+
+class State:
+    """The half of a boosted pair that is about its tensors; see `Boosted`."""
+
+    plan: Plan
+    rooms: dict[str, Room]
+    _draft: Draft
+    _step: Tensor
+    _frozen: dict[str, Any] | None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, rewritten in place."""
+        return self._draft.parts[0]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer, re-pointed in place; its `step()` is the whole update."""
+        return self._draft.optimizer
+
+    @property
+    def names(self) -> Names:
+        """Original full names of this rank's tensors."""
+        return self._draft.names
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh, with all five axes."""
+        return self._draft.mesh
+
+    @property
+    def step(self) -> int:
+        """Number of updates made."""
+        return int(self._step)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also those of parameters that no optimizer group holds."""
+        for part in self._draft.parts:
+            for parameter in part.parameters():
+                parameter.grad = None
+        self._draft.forget()
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """This rank's parameters by original full name."""
+        return self.leaves("params")
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's saved buffers by original full name."""
+        return self.leaves("buffers")
+
+    @property
+    def moments(self) -> dict[str, dict[str, Any]]:
+        """The optimizer's state by parameter name; empty before the first step."""
+        return self.leaves("moments")
+
+    def gather(self) -> dict[str, Any] | None:
+        """The whole, unsharded state on the CPU of rank 0; None on the other ranks.
+
+        Returns:
+            A dict of `params`, `buffers`, `moments`, `rooms` and `step`; on rank 0 only.
+
+        Cost:
+            One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
+        """
+        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh)
+
+    def load_(self, source: State | str | os.PathLike[str]) -> None:
+        """Write a snapshot, or a checkpoint directory, back into this pair, in place.
+
+        Raises:
+            CheckpointError: The source is missing, damaged, or does not fit.
+        """
+        self._live("load_")
+        if not isinstance(source, State):
+            LOAD_(self, source)
+            return
+        if source.plan != self.plan:
+            raise CheckpointError(
+                f"a snapshot of\n{source.plan}\nwas given to a pair of\n{self.plan}\n\n"
+                "Save to a directory and load that: files fit any composition."
+            )
+        self.write_({kind: source.leaves(kind) for kind in KINDS})
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
+        self._live("save")
+        SAVE(self, directory)
+
+    @torch.no_grad()
+    def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:
+        """Write leaves (as laid out on this rank) into the live pair."""
+        self.zero_grad()  # gradients of other weights must not reach the next update
+        self._draft.settle()
+        for kind in ("params", "buffers"):
+            if kind in kinds:
+                mine = self.leaves(kind)
+                for name, value in tree[kind].items():
+                    local(mine[name]).copy_(local(value))
+        if self.optimizer is not None and "moments" in kinds:
+            self._write_moments(tree["moments"])
+        for name, state in tree["rooms"].items():
+            self.rooms[name].state.update(_copied(state))
+        if "step" in kinds:
+            self._step = torch.as_tensor(tree["step"]).clone()
+
+    def _write_moments(self, moments: dict[str, dict[str, Any]]) -> None:
+        assert self.optimizer is not None
+        state = self.optimizer.state
+        params = self.leaves("params")
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in params.items():
+            if id(parameter) not in held:
+                continue
+            if name not in moments:
+                state.pop(parameter, None)
+                continue
+            state[parameter] = _copied(moments[name])
+
+    def leaves(self, kind: Kind) -> Any:
+        """The tensors of one kind, as laid out on this rank: what a checkpoint holds."""
+        if self._frozen is not None:
+            return self._frozen[kind]
+        names, parts = self._draft.names, self._draft.parts
+        if kind == "params":
+            return names.parameters_of(*parts)
+        if kind == "buffers":
+            return names.buffers_of(*parts)
+        if kind == "rooms":
+            return {name: room.state for name, room in self.rooms.items() if room.state}
+        if kind == "step":
+            return self._step
+        state = self.optimizer.state if self.optimizer is not None else {}
+        named = names.parameters_of(*parts)
+        return {name: dict(state[p]) for name, p in named.items() if state.get(p)}
+
+    def _live(self, verb: str) -> None:
+        if self._frozen is not None:
+            raise StepError(
+                f"{verb} was called on a snapshot, which holds tensors and trains nothing.\n\n"
+                "Call it on the boosted pair; boosted.load_(snapshot) writes the snapshot back."
+            )
+
+
+def _copied(entries: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}

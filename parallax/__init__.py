@@ -30,12 +30,14 @@ from parallax.launch import launch, launch_from_torch
 from parallax.parse import parse
 
 # transforms
-from parallax.step import clip
-from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
+from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
+from parallax.step import accumulate, clip, ema, schedules
+from parallax.store import bf16, dp, fp16, fp32, mixed_precision, shard_zero, zero
 from parallax.tensor import tensor_parallel, tp
 
 if TYPE_CHECKING:
     from parallax.core.boosted import Boosted
+    from parallax.core.step import MicroBatches
     from parallax.testing.verify import verify
 
 
@@ -45,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from parallax.core.boosted import Boosted
 
         return Boosted
+    if name == "MicroBatches":
+        from parallax.core.step import MicroBatches
+
+        return MicroBatches
     if name == "verify":
         from parallax.testing.verify import verify
 
@@ -66,6 +72,7 @@ __all__ = [
     "Fill",
     "LaunchError",
     "MeshError",
+    "MicroBatches",
     "OptimizerError",
     "ParallaxError",
     "Phase",
@@ -76,10 +83,14 @@ __all__ = [
     "RuleError",
     "StepError",
     "Transform",
+    "accumulate",
     "bf16",
     "clip",
+    "compile",
     "compose",
     "dp",
+    "ema",
+    "fp16",
     "fp32",
     "launch",
     "launch_from_torch",
@@ -88,6 +99,7 @@ __all__ = [
     "override",
     "parse",
     "part",
+    "schedules",
     "shard_zero",
     "state",
     "tensor_parallel",

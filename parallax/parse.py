@@ -7,21 +7,27 @@ import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.core.transform import Transform, compose, override, part
 from parallax.errors import ParallaxError
-from parallax.step import clip
-from parallax.store import bf16, dp, fp32, mixed_precision, shard_zero, zero
+from parallax.step import accumulate, clip, ema
+from parallax.store import bf16, dp, fp16, fp32, mixed_precision, shard_zero, zero
 from parallax.tensor import tensor_parallel, tp
 
 VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
+    "accumulate": accumulate,
     "bf16": bf16,
     "clip": clip,
+    "compile": compile,
     "compose": compose,
     "dp": dp,
+    "ema": ema,
+    "fp16": fp16,
     "fp32": fp32,
     "mixed_precision": mixed_precision,
     "override": override,
     "part": part,
+    "remat": remat,
     "shard_zero": shard_zero,
     "tensor_parallel": tensor_parallel,
     "tp": tp,
@@ -125,5 +131,5 @@ def _not_literal(node: ast.AST, text: str) -> ParallaxError:
 
 
 def _example(name: str) -> str:
-    examples = {"tp": "tp(2)", "zero": "zero(2)", "dp": "dp()", "clip": "clip(1.0)"}
+    examples = {"tp": "tp(2)", "zero": "zero(2)", "dp": "dp()", "clip": "clip(1.0)", "remat": "remat()"}
     return examples.get(name, f"{name}(...)")

@@ -119,8 +119,9 @@ def _read(boosted: Boosted, files: Files, values: dict[str, Any], tree: dict[str
         if slot != "step" or id(parameter) in counting:
             block = block.to(local(parameter).device)
         row[slot] = like(block, parameter) if shaped else block
+    saved = {key.split("/")[1] for key in (*files.shapes, *values) if key.startswith("rooms/")}
     for name, room in boosted.rooms.items():
-        if room.state:
+        if room.state and name in saved:
             tree["rooms"][name] = _room(room.state, f"rooms/{name}", files, values)
 
 

@@ -116,8 +116,17 @@ def _read(
                 key = f"rooms/{room}/{entry}"
                 if key in index.tensors and isinstance(target, Tensor):
                     block = reader.block(key, index.tensors[key], box(target))
-                    tree["rooms"].setdefault(room, {})[entry] = like(block, target)
+                    _put(tree["rooms"].setdefault(room, {}), entry, like(block, target))
+                elif key in index.values:
+                    _put(tree["rooms"].setdefault(room, {}), entry, index.values[key])
     return tree
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, last = path.split("/")
+    for name in parents:
+        tree = tree.setdefault(name, {})
+    tree[last] = value
 
 
 def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[str, Any]]:

@@ -20,10 +20,11 @@ from parallax.core.names import Names
 from parallax.core.phase import Phase
 from parallax.core.plan import ordered
 from parallax.core.rewrite import Draft, Room
-from parallax.core.step import Seen, StandIn, Weighing, grad_of
+from parallax.core.step import Seen, StandIn, grad_of
 from parallax.core.slices import local
 from parallax.core.transform import OptimizerLike, Transform
 from parallax.core.tree import Boosted  # registered as a tree there
+from parallax.core.weigh import Weighing
 from parallax.errors import (
     OptimizerError,
     ParallaxError,
@@ -251,9 +252,12 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
     """Make `optimizer.step()` the composed update and `zero_grad()` forget all gradients."""
     draft, binding = boosted._draft, boosted.rooms[BIND.name].notes["binding"]
     inner = needs_closure(optimizer)
+    skips = [name for name, room in boosted.rooms.items() if room.skips]
 
     def step(self: Optimizer, closure: Any = None) -> Any:
         loss: list[Any] = []
+        if skips and not boosted.attached and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+            raise _unattached(boosted, skips)
 
         def evaluate() -> Any:
             with torch.enable_grad():
@@ -298,6 +302,15 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
         own_add({**group, "params": params})
 
     optimizer.add_param_group = types.MethodType(add_param_group, optimizer)
+
+
+def _unattached(boosted: Boosted, skips: list[str]) -> StepError:
+    return StepError(
+        f"a learning-rate scheduler drives the optimizer, and {boosted.plan.composition} may skip "
+        f"updates ({', '.join(skips)}): the scheduler would go on without them.\n\nLet it know: "
+        "boosted.attach(scheduler), or boosted.attach(scheduler, per='epoch') where it is stepped "
+        "less often than once an update."
+    )
 
 
 def _closure_fault(optimizer: Optimizer, closure: Any, *, plain: bool) -> None:

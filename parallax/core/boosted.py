@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,7 +16,8 @@ from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import cut
 from parallax.core.state import KINDS, Kind, State
-from parallax.core.step import Seen, cut_rows, loss_of, read_loss, rows_of, to_device, weigh
+from parallax.core.step import Seen, cut_rows, loss_of, read_loss, rows_of, to_device
+from parallax.core.weigh import weigh
 from parallax.errors import DataError, StepError
 
 __all__ = ["KINDS", "Boosted", "Kind"]
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LOADER = Late("parallax.data:loader")
 AVERAGED = Late("parallax.step.average:averaged")
 ATTACH = Late("parallax.step.attach:attach")
+WINDOWS = Late("parallax.step.accumulate:windows")
 
 
 class Boosted(State):
@@ -45,6 +47,7 @@ class Boosted(State):
         mesh: The torch `DeviceMesh` with the axes pp, data_replicate, data_shard, sp, tp.
         plan: What was carried out; print it.
         rooms: What each rewrite keeps, by its name.
+        attached: The schedulers that know of skipped updates, by identity.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Boosted(State):
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._took_place: bool | Tensor = True
+        self.attached: dict[int, Any] = {}
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
@@ -257,6 +261,14 @@ class Boosted(State):
             drop_last=drop_last,
             **options,
         )
+
+    def windows(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Group batches of this rank into windows of one update; see `parallax.accumulate`.
+
+        The last window is short when the batches run out.
+        """
+        self._live("windows")
+        return WINDOWS(self, batches)
 
     def _count(self, took_place: bool | Tensor | None) -> None:
         """Note what an update said of itself."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from parallax.core.names import Names
     from parallax.core.plan import Plan
-    from parallax.core.step import StandIn, Weighing
+    from parallax.core.step import StandIn
+    from parallax.core.weigh import Weighing
 
 LossFn = Callable[[Any, Any], Any]
 Grad = Callable[[LossFn, Any], Tensor]
@@ -76,10 +77,15 @@ class Room:
     Attributes:
         state: Tensors that belong to the training state; leaves of the boosted pair, saved.
         notes: Everything else: what was decided, for people to read and for the rewrite's own use.
+        restart: Puts the state back to its beginning: called where a checkpoint holds none for it,
+            because the run that saved it was composed without this rewrite.
+        skips: Whether its update may leave an update out.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
+    restart: Callable[[], None] | None = None
+    skips: bool = False
 
 
 def no_faults(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:

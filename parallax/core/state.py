@@ -129,8 +129,11 @@ class State:
                     local(mine[name]).copy_(local(value))
         if self.optimizer is not None and "moments" in kinds:
             self._write_moments(tree["moments"])
-        for name, state in tree["rooms"].items():
-            self.rooms[name].state.update(_copied(state))
+        for name, room in self.rooms.items() if "rooms" in kinds else ():
+            if name in tree["rooms"]:
+                _write_into(room.state, tree["rooms"][name])
+            elif room.restart is not None:
+                room.restart()
         if "step" in kinds:
             self._step = torch.as_tensor(tree["step"]).clone()
 
@@ -174,3 +177,14 @@ class State:
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+
+
+def _write_into(target: dict[str, Any], source: dict[str, Any]) -> None:
+    """Write a room's state in place: its rewrite holds the very same tensors."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            _write_into(target[key], value)
+        elif isinstance(value, Tensor) and isinstance(target.get(key), Tensor):
+            local(target[key]).copy_(local(value))
+        else:
+            target[key] = value

@@ -8,12 +8,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallax.core.axes import DATA_AXES
-from parallax.core.mesh import device_of, size_of, total
 from parallax.core.rewrite import Grad, LossFn
+from parallax.core.weigh import Weighing
 from parallax.errors import DataError, StepError
 
 
@@ -119,139 +117,15 @@ def read_loss(out: Any, batch: Any) -> tuple[Tensor, Tensor | float, bool]:
     return value.reshape(()), float(1 if rows is None else rows), False
 
 
-class Weighing:
-    """From a rank's loss to the number whose backward gives its share of the global gradient.
+class MicroBatches(tuple[Any, ...]):
+    """The micro-batches of one update, for `accumulate`: a tuple of batches of this rank.
 
-    Gradients are averaged over D data ranks. With local sums s_r and counts c_r the global loss is
-    sum(s_r) / sum(c_r); its gradient is the average of D / sum(c_r) times the gradient of s_r.
-
-    Attributes:
-        mesh: The world's mesh.
-        scale: Gives the loss scale of the moment; asked once for each backward.
-        window: The larger batch that what is weighed now is a part of.
+    Example:
+        >>> len(MicroBatches([{"x": 1}, {"x": 2}]))
+        2
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.scale: Callable[[], float] | None = None
-        self.window: Window | None = None
-
-    def backward(self, value: Tensor, count: Tensor | float, is_sum: bool) -> Tensor:
-        """Run the backward of a loss.
-
-        Args:
-            value: Differentiable mean, or sum where `is_sum`; 0-dim.
-            count: What it is over.
-            is_sum: Whether it is a sum.
-
-        Returns:
-            The global loss; inside a window this rank's share of it, unscaled.
-        """
-        if self.window is not None:
-            loss, factor = self.window.weigh(value, count, is_sum)
-        else:
-            loss, factor = weigh(value, count, is_sum, self.mesh)
-        if self.scale is not None:
-            factor = factor * self.scale()
-        (value.to(factor.dtype) * factor).backward()
-        return loss
-
-
-class Window:
-    """One batch in several parts: what their sums are divided by.
-
-    Args:
-        mesh: The world's mesh.
-        rows: This rank's rows in all parts together; None when they cannot be counted.
-
-    Means weigh by rows, which are known beforehand. Counts of pairs are known one by one: all parts
-    are divided by the global count of the first, and `correction` is what remains to multiply by.
-    """
-
-    def __init__(self, mesh: DeviceMesh, rows: int | None) -> None:
-        self._mesh = mesh
-        self._rows = rows
-        self._total: Tensor | None = None
-        self._sum: Tensor | None = None
-        self._count: Tensor | None = None
-        self._pairs: bool | None = None
-
-    def weigh(
-        self, value: Tensor, count: Tensor | float, is_sum: bool
-    ) -> tuple[Tensor, Tensor]:
-        """This rank's share of one part, and the factor on its value; as `weigh`."""
-        if self._pairs not in (None, is_sum):
-            raise StepError(
-                "the loss function returned a mean for one micro-batch and a pair for another.\n\n"
-                "Return the pair (sum, count) for all, or the mean."
-            )
-        self._pairs = is_sum
-        share, here = _shares(value, count, is_sum, device_of(self._mesh))
-        if self._total is None:
-            # Not as_tensor: a number copied from the host would wait for the device.
-            over = here if is_sum else torch.full_like(here, float(self._rows or 0))
-            self._total = total(over.clone(), self._mesh, DATA_AXES)
-        self._sum = share if self._sum is None else self._sum + share
-        self._count = here if self._count is None else self._count + here
-        weight = torch.where(here > 0, 1.0 if is_sum else here, 0.0)
-        divisor = torch.where(self._total > 0, self._total, 1.0)
-        return share, size_of(self._mesh) * weight / divisor
-
-    def close(self) -> tuple[Tensor, Tensor | None]:
-        """The global loss, and what remains to multiply all gradients by; None: nothing.
-
-        Cost:
-            One all-reduce of two numbers.
-        """
-        assert self._sum is not None
-        assert self._count is not None
-        assert self._total is not None
-        sums = total(torch.stack([self._sum, self._count]), self._mesh, DATA_AXES)
-        loss = sums[0] / sums[1]
-        if not self._pairs:
-            return loss, None
-        first = torch.where(self._total > 0, self._total, 1.0)
-        # Nothing counted anywhere: no gradient, rather than one that is not a number.
-        return loss, torch.where(sums[1] > 0, first / torch.where(sums[1] > 0, sums[1], 1.0), 0.0)
-
-
-def weigh(
-    value: Tensor, count: Tensor | float, is_sum: bool, mesh: DeviceMesh
-) -> tuple[Tensor, Tensor]:
-    """The global loss, and the factor on the local value whose data-averaged gradient is its own.
-
-    Returns:
-        The global loss (detached, float32 or float64) and the factor, both 0-dim.
-
-    Cost:
-        One all-reduce of two numbers for each data axis larger than 1.
-    """
-    share, here = _shares(value, count, is_sum, device_of(mesh))
-    data_ranks = size_of(mesh)
-    if data_ranks == 1:
-        loss = share / here if is_sum else value.detach().to(here.dtype)
-        counted = torch.where(here > 0, 1 / torch.where(here > 0, here, 1.0), 0.0)
-        return loss, (counted if is_sum else torch.ones_like(here))
-    sums = total(torch.stack([share, here]), mesh, DATA_AXES)
-    # Nothing counted anywhere: no gradient, rather than one that is not a number.
-    counts = torch.where((here > 0) & (sums[1] > 0), 1.0 if is_sum else here, 0.0)
-    factor = data_ranks * counts / torch.where(sums[1] > 0, sums[1], 1.0)
-    return sums[0] / sums[1], factor
-
-
-def _shares(
-    value: Tensor, count: Tensor | float, is_sum: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """This rank's sum and count, detached, in float32 or float64."""
-    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
-    # Not as_tensor: a number copied from the host would wait for the device.
-    if isinstance(count, Tensor):
-        here = count.detach().to(device=device, dtype=dtype).reshape(())
-    else:
-        here = torch.full((), float(count), dtype=dtype, device=device)
-    share = value.detach().to(device=device, dtype=dtype)
-    # A rank without samples may have a mean over nothing, which is NaN and counts for nothing.
-    return torch.where(here > 0, share if is_sum else share * here, 0), here
+    __slots__ = ()
 
 
 class Seen:
@@ -344,6 +218,11 @@ def grad_of(model: nn.Module, weighing: Weighing, stand_in: StandIn) -> Grad:
     """The innermost `grad`: forward, weigh, backward."""
 
     def grad(loss_fn: LossFn, batch: Any) -> Tensor:
+        if isinstance(batch, MicroBatches):
+            raise StepError(
+                f"a window of {len(batch)} micro-batches was given to a composition that "
+                "accumulates none.\n\nAdd accumulate(n), or give one batch."
+            )
         stand_in.remember(batch)
         return weighing.backward(*loss_of(loss_fn, model, batch, stand_in))
 

@@ -1,5 +1,6 @@
 """Verbs of one training step."""
 
-from parallax.step.transforms import clip
+from parallax.step import schedules
+from parallax.step.transforms import accumulate, clip, ema
 
-__all__ = ["clip"]
+__all__ = ["accumulate", "clip", "ema", "schedules"]

@@ -8,7 +8,7 @@ from typing import Literal
 from parallax.core.fact import Fact
 
 Stage = Literal[1, 2, 3]
-Dtype = Literal["fp64", "fp32", "bf16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,24 @@ class Precision(Fact):
     reduce: Dtype | None = None
     outputs: Dtype | None = None
     keep: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Scaling(Fact):
+    """The loss scale that keeps small gradients of a float16 backward from becoming zero.
+
+    Attributes:
+        start: First scale.
+        growth: Factor on the scale after `interval` updates without a skip.
+        backoff: Factor on the scale after a skipped update.
+        interval: Updates without a skip before the scale grows.
+        least: Smallest scale.
+        most: Largest scale.
+    """
+
+    start: float | None = None
+    growth: float | None = None
+    backoff: float | None = None
+    interval: int | None = None
+    least: float | None = None
+    most: float | None = None

@@ -30,7 +30,7 @@ from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.facts import Precision, Sharding
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import get_args
+import math
+from typing import Any, get_args
 
 from torch import nn
 
 from parallax.core.axes import Axes, Fill
+from parallax.core.fact import Fact
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
 from parallax.core.spell import degree_fault, one_of, spell
 from parallax.core.transform import Transform, state
-from parallax.store.facts import Dtype, Precision, Sharding, Stage
+from parallax.store.facts import Dtype, Precision, Scaling, Sharding, Stage
 
 STORE = Rewrite(
     "store",
@@ -21,6 +23,9 @@ STORE = Rewrite(
     Late("parallax.store.lower:check"),
 )
 """Shards, casts and places all parameters."""
+
+SCALE = Rewrite("scale", Phase.SCALE, Late("parallax.store.scale:build"))
+"""Scales the loss, and skips updates whose gradients are not finite."""
 
 DTYPE_NAMES: tuple[str, ...] = get_args(Dtype)
 
@@ -110,50 +115,138 @@ def mixed_precision(
     reduce: Dtype | None = None,
     outputs: Dtype | None = None,
     keep: tuple[str, ...] | str | None = None,
+    scale: float | None = None,
+    growth: float | None = None,
+    backoff: float | None = None,
+    growth_interval: int | None = None,
+    min_scale: float | None = None,
+    max_scale: float | None = None,
 ) -> Transform:
     """Compute in a small dtype, with float32 master weights and optimizer state.
 
     Floating-point inputs of the model are cast; buffers keep their dtype; outputs come back in
     float32, so that the loss is computed there.
 
+    `"fp16"` scales the loss (arXiv:1710.03740), since float16 ends at 6e-8: an update whose
+    gradients are not finite on any rank is skipped on all, and the scale is lowered; it grows again
+    after `growth_interval` good updates. Gradients are brought to their true size before they are
+    read, clipped or used. Not finite at the smallest scale is an error that names the parameters.
+
     States:
-        Precision.
+        Precision; for fp16 also Scaling.
 
     Cost:
-        bf16: 2 bytes a parameter for the compute copy beside 4 for the master; halves activations
-        and gather traffic.
+        2 bytes a parameter for the compute copy beside 4 for the master; halves activations and
+        gather traffic. fp16: also two passes over the gradients, one all-reduce of one number, and
+        one wait of the host for it a step (bf16 has none of these).
 
     Args:
-        compute: `"bf16"`; `"fp32"` to compute in full precision whatever the model is stored in;
-            `"fp64"` to check numbers (masters are then float64 too).
+        compute: `"bf16"`; `"fp16"`; `"fp32"` to compute in full precision whatever the model is
+            stored in; `"fp64"` to check numbers (masters are then float64 too).
         reduce: Dtype of the gradient sum over ranks; float32 when unsaid.
         outputs: Dtype of the model's floating-point outputs; float32 when unsaid.
         keep: Modules to keep in float32: `"norms"`, class names or name patterns.
+        scale: First loss scale, a power of two; 65536 when unsaid.
+        growth: Factor of growth, a power of two; 2 when unsaid.
+        backoff: Factor after a skipped update, a power of two; 1/2 when unsaid.
+        growth_interval: Good updates before the scale grows; 2000 when unsaid.
+        min_scale: Smallest scale, a power of two; 1 when unsaid.
+        max_scale: Largest scale, a power of two; 2^24 when unsaid.
+
+    Raises:
+        ValueError: A dtype is unknown; a scale is no power of two, out of order, or given for a
+            dtype that needs none.
 
     Example:
         >>> mixed_precision("bf16") == bf16
         True
         >>> mixed_precision("bf16", reduce="bf16", keep="norms")
         mixed_precision('bf16', reduce='bf16', keep=('norms',))
+        >>> mixed_precision("fp16", scale=1024)
+        mixed_precision('fp16', scale=1024.0)
     """
     one_of("mixed_precision", "compute", compute, DTYPE_NAMES)
     for name, value in (("reduce", reduce), ("outputs", outputs)):
         if value is not None:
             one_of("mixed_precision", name, value, DTYPE_NAMES)
     kept = (keep,) if isinstance(keep, str) else (tuple(keep) if keep else None)
-    plain = reduce is None and outputs is None and kept is None
-    short = plain and compute in ("bf16", "fp32")
-    by = (
-        compute
-        if short
-        else spell("mixed_precision", compute, reduce=reduce, outputs=outputs, keep=kept)
+    powers = {
+        "scale": scale,
+        "growth": growth,
+        "backoff": backoff,
+        "min_scale": min_scale,
+        "max_scale": max_scale,
+    }
+    _scales(compute, powers, growth_interval)
+    floats = {name: float(value) if value is not None else None for name, value in powers.items()}
+    options: dict[str, Any] = {"reduce": reduce, "outputs": outputs, "keep": kept}
+    options |= {**floats, "growth_interval": growth_interval}
+    plain = all(value is None for value in options.values())
+    short = plain and compute in ("bf16", "fp16", "fp32")
+    by = compute if short else spell("mixed_precision", compute, **options)
+    facts: list[Fact] = [Precision(compute=compute, reduce=reduce, outputs=outputs, keep=kept)]
+    if compute == "fp16":
+        facts.append(
+            Scaling(
+                start=floats["scale"] or 2.0**16,
+                growth=floats["growth"],
+                backoff=floats["backoff"],
+                interval=growth_interval,
+                least=floats["min_scale"],
+                most=floats["max_scale"],
+            )
+        )
+        return state(by, *facts, rewrites=(STORE, SCALE))
+    return state(by, *facts, rewrites=(STORE,))
+
+
+def _scales(compute: str, powers: dict[str, float | None], interval: int | None) -> None:
+    given = {k: v for k, v in (*powers.items(), ("growth_interval", interval)) if v is not None}
+    if given and compute != "fp16":
+        raise ValueError(
+            f"mixed_precision({compute!r}) was given {next(iter(given))}, and only fp16 scales the "
+            f"loss: {compute} holds small gradients as they are. Leave it out, or use fp16."
+        )
+    for name, value in powers.items():
+        if value is not None and not _power_of_two(value):
+            raise ValueError(
+                f"mixed_precision was given {name}={value!r}. Give a power of two, so that scaling "
+                "rounds nothing: 1024, 0.5, ..."
+            )
+    least, start, most = (
+        powers["min_scale"] or 1.0,
+        powers["scale"] or 2.0**16,
+        powers["max_scale"] or 2.0**24,
     )
-    fact = Precision(compute=compute, reduce=reduce, outputs=outputs, keep=kept)
-    return state(by, fact, rewrites=(STORE,))
+    if not least <= start <= most:
+        raise ValueError(
+            f"mixed_precision was given the loss scale {start:g}, from {least:g} to {most:g}. Give "
+            "min_scale <= scale <= max_scale."
+        )
+    if (powers["growth"] or 2) <= 1 or (powers["backoff"] or 0.5) >= 1:
+        raise ValueError(
+            f"mixed_precision was given growth={powers['growth']} and backoff={powers['backoff']}. "
+            "Give a growth above 1 and a backoff below 1."
+        )
+    if interval is not None and (
+        not isinstance(interval, int) or isinstance(interval, bool) or interval < 1
+    ):
+        raise ValueError(
+            f"mixed_precision was given growth_interval={interval!r}. Give a whole number of "
+            "updates, 1 or more."
+        )
+
+
+def _power_of_two(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf and math.frexp(value)[0] == 0.5
 
 
 bf16: Transform = mixed_precision("bf16")
 """bfloat16 compute with float32 master weights: `mixed_precision("bf16")`."""
+
+fp16: Transform = mixed_precision("fp16")
+"""float16 compute with float32 master weights and a loss scale: `mixed_precision("fp16")`."""
 
 fp32: Transform = mixed_precision("fp32")
 """float32 compute, whatever dtype the model was stored in: `mixed_precision("fp32")`."""

@@ -1,0 +1,55 @@
+"""Many tensors at once: torch's multi-tensor kernels, whose names are private but long in use.
+
+`torch.nn.utils.clip_grad_norm_` and torch's optimizers are written with them; there are no public
+ones. Without them, a model of 300 parameters launches 300 kernels where one or two do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+
+def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors by dtype and device, as the kernels want them."""
+    rows: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        rows[tensor.dtype, tensor.device].append(tensor)
+    return list(rows.values())
+
+
+@torch.no_grad()
+def multiply_(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply tensors in place by one number."""
+    for row in _alike(tensors):
+        by = factor.to(row[0].dtype) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_(row, by)
+
+
+@torch.no_grad()
+def clamp_(tensors: Iterable[Tensor], bound: float) -> None:
+    """Bring every element into [-bound, bound], in place."""
+    for row in _alike(tensors):
+        torch._foreach_clamp_max_(row, bound)
+        torch._foreach_clamp_min_(row, -bound)
+
+
+@torch.no_grad()
+def approach_(averages: Sequence[Tensor], values: Sequence[Tensor], weight: float) -> None:
+    """Move each average towards its value: `average += weight * (value - average)`, in place."""
+    if averages:
+        torch._foreach_lerp_(list(averages), list(values), weight)
+
+
+@torch.no_grad()
+def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
+    """The norm of each tensor, 0-dim, in the given order of tensors."""
+    out: dict[int, Tensor] = {}
+    for row in _alike(tensors):
+        full = [t for t in row if t.numel()]  # a maximum over nothing is an error
+        if full:
+            out.update(zip(map(id, full), torch._foreach_norm(full, order), strict=True))
+    return [out[id(t)] if id(t) in out else t.new_zeros(()) for t in tensors]

@@ -1,0 +1,153 @@
+"""Learning-rate schedules as functions over torch's LambdaLR.
+
+Each takes the optimizer and gives a `torch.optim.lr_scheduler.LambdaLR`, to be stepped after each
+update. With b the learning rate the optimizer was made with, w updates of warm-up from 0 and s
+updates in all, the rate before update t (counted from 0) is b times the factor that is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+def constant(optimizer: Optimizer, *, warmup: int = 0) -> LambdaLR:
+    """A constant rate: t / w, then 1.
+
+    Args:
+        optimizer: What to schedule.
+        warmup: Updates of linear warm-up.
+
+    Raises:
+        ValueError: A number of updates is negative or no whole number.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> constant(sgd, warmup=4).get_last_lr()
+        [0.0]
+    """
+    _whole("constant", warmup=warmup)
+    return LambdaLR(optimizer, _warm(warmup, lambda t: 1.0))
+
+
+def linear(
+    optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0
+) -> LambdaLR:
+    """A straight line down: t / w, then from 1 at w to `floor` at s, and `floor` from there on.
+
+    Args:
+        optimizer: What to schedule.
+        steps: Updates in all.
+        warmup: Updates of linear warm-up.
+        floor: Factor at the end.
+
+    Raises:
+        ValueError: The numbers do not fit: see the message.
+    """
+    _whole("linear", warmup=warmup, steps=steps)
+    _fits("linear", steps, floor, warmup=warmup)
+    return LambdaLR(
+        optimizer,
+        _warm(warmup, lambda t: floor + (1 - floor) * (1 - _share(t, warmup, steps))),
+    )
+
+
+def cosine(
+    optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0
+) -> LambdaLR:
+    """Half a cosine down (arXiv:1608.03983): t / w, then from 1 at w to `floor` at s.
+
+    Args:
+        optimizer: What to schedule.
+        steps: Updates in all.
+        warmup: Updates of linear warm-up.
+        floor: Factor at the end.
+
+    Raises:
+        ValueError: The numbers do not fit: see the message.
+    """
+    _whole("cosine", warmup=warmup, steps=steps)
+    _fits("cosine", steps, floor, warmup=warmup)
+
+    def factor(t: int) -> float:
+        return floor + (1 - floor) * (1 + math.cos(math.pi * _share(t, warmup, steps))) / 2
+
+    return LambdaLR(optimizer, _warm(warmup, factor))
+
+
+def inverse_sqrt(optimizer: Optimizer, *, warmup: int) -> LambdaLR:
+    """The first Transformer's schedule (arXiv:1706.03762): t / w, then sqrt(w / t).
+
+    Args:
+        optimizer: What to schedule.
+        warmup: Updates of linear warm-up, one at least.
+
+    Raises:
+        ValueError: The warm-up is not a positive whole number.
+    """
+    _whole("inverse_sqrt", warmup=warmup)
+    if warmup == 0:
+        raise ValueError(
+            "inverse_sqrt was given warmup=0, and its decay is measured by the warm-up. Give one "
+            "update at least."
+        )
+    return LambdaLR(optimizer, _warm(warmup, lambda t: math.sqrt(warmup / t)))
+
+
+def wsd(
+    optimizer: Optimizer, *, steps: int, decay: int, warmup: int = 0, floor: float = 0.0
+) -> LambdaLR:
+    """Warm-up, stable, decay (arXiv:2404.06395): t / w, then 1, then in a line to `floor` at s.
+
+    Args:
+        optimizer: What to schedule.
+        steps: Updates in all.
+        decay: Updates of decay at the end.
+        warmup: Updates of linear warm-up.
+        floor: Factor at the end.
+
+    Raises:
+        ValueError: The numbers do not fit: see the message.
+    """
+    _whole("wsd", warmup=warmup, decay=decay, steps=steps)
+    _fits("wsd", steps, floor, warmup=warmup, decay=decay)
+    begin = steps - decay
+    return LambdaLR(
+        optimizer,
+        _warm(warmup, lambda t: floor + (1 - floor) * (1 - _share(t, begin, steps))),
+    )
+
+
+def _warm(warmup: int, then: Callable[[int], float]) -> Callable[[int], float]:
+    return lambda t: t / warmup if t < warmup else then(t)
+
+
+def _share(t: int, start: int, end: int) -> float:
+    """How far t is on the way from start to end, within 0 and 1."""
+    return min(max((t - start) / (end - start), 0.0), 1.0) if end > start else float(t >= end)
+
+
+def _whole(name: str, **numbers: int) -> None:
+    for key, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(
+                f"{name} was given {key}={value!r}. Give a whole number of updates, 0 or more."
+            )
+
+
+def _fits(name: str, steps: int, floor: float, **parts: int) -> None:
+    if sum(parts.values()) > steps or steps == 0:
+        listed = " and ".join(f"{key}={value}" for key, value in parts.items())
+        raise ValueError(
+            f"{name} was given {listed} of steps={steps} updates. Give steps={sum(parts.values()) or 1} "
+            "or more."
+        )
+    if not 0 <= floor <= 1:
+        raise ValueError(
+            f"{name} was given floor={floor!r}. Give the share of the learning rate that is left "
+            "at the end, from 0 to 1."
+        )

@@ -32,10 +32,12 @@ class Member:
     Attributes:
         draw: Given the factor of the world that is left, a strategy of what may be said.
         needs_plan: Whether the model must say how it is cut.
+        without: Toy models it is refused on.
     """
 
     draw: Callable[[int], st.SearchStrategy[Spoken]]
     needs_plan: bool = False
+    without: tuple[str, ...] = ()
 
 
 def _divisors(n: int) -> list[int]:
@@ -66,6 +68,11 @@ def _said(*texts: str) -> Callable[[int], st.SearchStrategy[Spoken]]:
     return lambda left: st.sampled_from([(text, 1) for text in texts])
 
 
+def _accumulate(left: int) -> st.SearchStrategy[Spoken]:
+    reduce = st.sampled_from(["", ", reduce='step'", ", reduce='microbatch'"])
+    return st.builds(lambda n, r: (f"accumulate({n}{r})", 1), st.integers(1, 4), reduce)
+
+
 TABLE: dict[str, Member] = {
     "tp": Member(_tp, needs_plan=True),
     "zero": Member(_zero),
@@ -77,9 +84,20 @@ TABLE: dict[str, Member] = {
             "mixed_precision('bf16', reduce='bf16')",
             "mixed_precision('bf16', keep='norms')",
             "mixed_precision('bf16', outputs='bf16')",
+            "mixed_precision('fp16', scale=256.0)",
         )
     ),
-    "clip": Member(_said("clip(0.05)", "clip(1000.0)")),
+    "fp16": Member(_said("fp16")),
+    "clip": Member(
+        _said(
+            "clip(0.05)",
+            "clip(1000.0)",
+            "clip(0.05, norm_type='inf', nonfinite='skip')",
+            "clip(0.05, value=0.001, nonfinite='zero')",
+        )
+    ),
+    "accumulate": Member(_accumulate, without=("ConvNet",)),
+    "ema": Member(_said("ema(0.9)", "ema(0.5, warmup=True)")),
 }
 
 ALIASES = {"shard_zero": "zero", "tensor_parallel": "tp"}
@@ -201,11 +219,15 @@ def cases(
         else:
             world //= left  # both data axes have their numbers: the world is as large as they say
     parts = list(draw(st.permutations(parts)))
-    model = "Gpt" if has_plan else draw(st.sampled_from(sorted(MODELS)))
+    refused = {m for part in parts for m in TABLE[part.partition("(")[0]].without}
+    fitting = sorted(set(MODELS) - refused)
+    model = "Gpt" if has_plan else draw(st.sampled_from(fitting))
     options: list[tuple[str, Any]] = []
     if model == "Gpt":
         options = [(name, True) for name in GPT_OPTIONS if draw(st.booleans())]
         options.append(("blocks", draw(st.integers(1, 3))))
+        if any(part.startswith("accumulate") for part in parts):
+            options.append(("counts", False))
     return Case(
         world=world,
         parts=tuple(parts),
@@ -231,6 +253,7 @@ def exported() -> set[str]:
         "layout",
         "launch",
         "launch_from_torch",
+        "schedules",
         "verify",
     }
     found = set()

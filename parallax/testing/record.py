@@ -22,6 +22,9 @@ class Record:
         params: Parameters after the last step.
         buffers: Saved buffers after the last step.
         moments: Optimizer state after the last step, by `<parameter>/<entry>`.
+        averages: Averaged parameters after the last step, where there are any.
+        took_place: Whether each step's update was made, or skipped; a skipped one has no gradients
+            and no norm here.
         evaluation: Loss of the first batch after the last step, in evaluation mode.
     """
 
@@ -32,6 +35,8 @@ class Record:
     params: Named = field(default_factory=dict)
     buffers: Named = field(default_factory=dict)
     moments: Named = field(default_factory=dict)
+    averages: Named = field(default_factory=dict)
+    took_place: list[bool] = field(default_factory=list)
     evaluation: float = 0.0
 
 

@@ -14,7 +14,7 @@ this depth, this optimizer and these steps (Parker, "Monte Carlo arithmetic", 19
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.step import read_loss
-from parallax.step.facts import Clipping
+from parallax.step.facts import Averaging, Clipping
 from parallax.store.facts import Precision
 from parallax.testing.record import Named, Record, flat_moments
 from parallax.testing.setting import Setting, quiet
 
-UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8}
+UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 LAMBDA = 4.0  # an inner product stays within its bound with probability 1 - 2 exp(-8) = 0.9993
 
 
@@ -75,12 +75,20 @@ def roundoff(setting: Setting, plan: Plan, model: nn.Module) -> float:
     unit = math.sqrt(length) * min(max(wide, inside.unit), UNIT_ROUNDOFF["fp32"])
     unit += inside.unit if inside.unit > UNIT_ROUNDOFF["fp32"] else 0.0
     compute = plan[Precision].compute
-    if setting.dtype == "native" and compute == "bf16":
-        unit += UNIT_ROUNDOFF["bf16"]
+    if setting.dtype == "native" and compute in ("bf16", "fp16"):
+        unit += UNIT_ROUNDOFF[compute]
     return LAMBDA * unit
 
 
-def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: int = 0) -> Record:
+def run(
+    setting: Setting,
+    plan: Plan,
+    steps: int,
+    *,
+    noise: float = 0.0,
+    draw: int = 0,
+    skipped: Collection[int] = (),
+) -> Record:
     """Train in this process and write down what happened.
 
     Args:
@@ -89,6 +97,7 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
         steps: Number of steps.
         noise: Relative size of random changes to weights and gradients; 0 for the reference.
         draw: Which random changes.
+        skipped: Steps whose update is left out.
     """
     model = setting.model().to(torch.float64)
     optimizer = setting.optimizer_fn(model) if setting.optimizer_fn else None
@@ -96,6 +105,7 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
     params = names.parameters_of(model)
     generator = torch.Generator().manual_seed(1000 + draw)
     record = Record(start=_copy(params))
+    averages = _Averages(plan)
     with quiet():
         for step in range(steps):
             batch = setting.batch(step, wide=True)
@@ -105,15 +115,20 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
                 loss.backward()
             record.losses.append(float(loss.detach()))
             _shake_gradients(params, noise, generator)
+            if step in skipped:
+                record.grads.append({})
+                model.zero_grad()
+                continue
             record.grads.append(
                 {n: p.grad.clone() for n, p in params.items() if p.grad is not None}
             )
-            record.norms.append(float(_norm(record.grads[-1])))
-            max_norm = plan[Clipping].max_norm
-            if max_norm is not None:
-                torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            norm = _norm(record.grads[-1], plan)
+            record.norms.append(float(norm))
+            _clip(model, plan, norm)
             if optimizer is not None:
+                averages.before(params)
                 optimizer.step()
+                averages.after(params)
             model.zero_grad()
         model.eval()
         with torch.no_grad(), _shaken(params, noise, generator):
@@ -121,6 +136,7 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
             value, count, is_sum = read_loss(setting.loss_fn(model, batch), batch)
             record.evaluation = float(value / count if is_sum else value)
     record.params = _copy(params)
+    record.averages = averages.values
     record.buffers = _copy(names.buffers_of(model))
     if optimizer is not None:
         state = optimizer.state
@@ -128,8 +144,39 @@ def run(setting: Setting, plan: Plan, steps: int, *, noise: float = 0.0, draw: i
     return record
 
 
-def _norm(grads: Named) -> Tensor:
-    return torch.nn.utils.get_total_norm(list(grads.values()))
+def _norm(grads: Named, plan: Plan) -> Tensor:
+    order = math.inf if plan[Clipping].norm_type == "inf" else 2.0
+    full = [g for g in grads.values() if g.numel()]  # a maximum over nothing is an error
+    return torch.nn.utils.get_total_norm(full, order)
+
+
+def _clip(model: nn.Module, plan: Plan, norm: Tensor) -> None:
+    said = plan[Clipping]
+    if said.max_norm is not None:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), said.max_norm, norm)
+    if said.value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), said.value)
+
+
+class _Averages:
+    """An exponential moving average, by its definition."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._said = plan[Averaging]
+        self._updates = 0
+        self.values: Named = {}
+
+    def before(self, params: dict[str, nn.Parameter]) -> None:
+        if self._said.decay is not None and not self.values:
+            self.values = _copy({n: p for n, p in params.items() if p.requires_grad})
+
+    def after(self, params: dict[str, nn.Parameter]) -> None:
+        self._updates += 1
+        for name, average in self.values.items():
+            decay = self._said.decay or 0.0
+            if self._said.warmup:
+                decay = min(decay, (1 + self._updates) / (10 + self._updates))
+            self.values[name] = decay * average + (1 - decay) * params[name].detach()
 
 
 def _copy(tensors: dict[str, Any]) -> Named:

@@ -35,7 +35,10 @@ SPOKEN = {
     "bf16": "bf16",
     "fp32": "fp32",
     "mixed_precision": "mixed_precision('bf16', reduce='bf16')",
+    "fp16": "fp16",
     "clip": "clip(1.0)",
+    "accumulate": "accumulate(2)",
+    "ema": "ema(0.9)",
 }
 """One spelling of each member, to ask why two of them cannot be composed."""
 

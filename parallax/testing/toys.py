@@ -37,7 +37,7 @@ class Attention(nn.Module):
         """Mix tokens. `[batch, seq, width] -> [batch, seq, width]`."""
         # unflatten, since view cannot tell what -1 stands for when a rank has no rows.
         split = (-1, self.head_width)
-        projected = (f(x).unflatten(-1, split) for f in (self.query, self.key, self.value))
+        projected = (torch.unflatten(f(x), -1, split) for f in (self.query, self.key, self.value))
         q, k, v = (heads.transpose(1, 2) for heads in projected)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
@@ -77,6 +77,7 @@ class Gpt(nn.Module):
         heads: Number of attention heads.
         blocks: Number of blocks.
         dropout: Probability of dropping an activation.
+        counts: Whether a buffer counts the forwards, which are more when a batch is run in parts.
 
     Example:
         >>> model = Gpt(tied=True)
@@ -95,8 +96,10 @@ class Gpt(nn.Module):
         heads: int = HEADS,
         blocks: int = 2,
         dropout: float = 0.0,
+        counts: bool = True,
     ) -> None:
         super().__init__()
+        self.counts = counts
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Parameter(0.1 * torch.randn(CONTEXT, WIDTH))
         self.blocks = nn.ModuleList(Block(WIDTH, heads, dropout) for _ in range(blocks))
@@ -129,7 +132,7 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token. `[batch, seq] -> [batch, seq, vocabulary]`."""
-        if self.training:
+        if self.training and self.counts:
             self.seen += 1
         x = self.embed(tokens) + self.positions[: tokens.shape[1]]
         for block in self.blocks:

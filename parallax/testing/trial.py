@@ -67,7 +67,10 @@ def _step(setting: Setting, boosted: Boosted, step: int, record: Record) -> None
     record.grads.append(collect(boosted.grads, boosted.mesh) or {})
     if boosted.optimizer is not None:
         boosted.update()
-        if boosted.grad_norm is not None:
+        record.took_place.append(boosted.took_place)
+        if not boosted.took_place:
+            record.grads[-1] = {}
+        elif boosted.grad_norm is not None:
             record.norms.append(float(boosted.grad_norm))
     boosted.zero_grad()
 
@@ -79,6 +82,7 @@ def _finish(setting: Setting, boosted: Boosted, record: Record) -> None:
     if whole is not None:
         record.params, record.buffers = whole["params"], whole["buffers"]
         record.moments = flat_moments(whole["moments"])
+        record.averages = whole["rooms"].get("ema", {}).get("averages", {})
 
 
 def _stream(boosted: Boosted) -> tuple[float, ...]:

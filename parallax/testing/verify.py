@@ -93,19 +93,21 @@ def verify(
     def ranks_of(number: int) -> World:
         return live.get(number) or pool(number)
 
-    bounds = _Bounds(setting, plan, steps)
+    bounds = None
     try:
         trial = _run(ranks_of(size), setting, transform, steps)
     except RankError as error:
         report.error = _last_line(error)
     else:
+        bounds = _Bounds(setting, plan, trial)
         report.rows = list(bounds.compare(trial, plan))
     if not report.ok and blame:
         report.blame = _smallest(transform, setting, size, steps, report.error, ranks_of)
         guilty = compose(*(transform.atoms[name] for name in report.blame))
-        report.where = _where(
-            guilty if report.blame else transform, setting, size, report, bounds, ranks_of
-        )
+        if bounds is not None:
+            report.where = _where(
+                guilty if report.blame else transform, setting, size, bounds, ranks_of
+            )
     report.seconds = time.perf_counter() - start
     return report
 
@@ -143,12 +145,18 @@ def _run(ranks: World, setting: Setting, transform: Transform, steps: int) -> Tr
 class _Bounds:
     """The reference and, for every number of it, how far rounding may move it."""
 
-    def __init__(self, setting: Setting, plan: Plan, steps: int) -> None:
+    def __init__(self, setting: Setting, plan: Plan, trial: Trial) -> None:
+        steps = len(trial.record.losses)
+        skipped = [i for i, taken in enumerate(trial.record.took_place) if not taken]
         self.noise = reference.roundoff(setting, plan, setting.model().to(torch.float64))
-        self.exact = reference.run(setting, plan, steps)
+        self.exact = reference.run(setting, plan, steps, skipped=skipped)
         self.draws = [
-            reference.run(setting, plan, steps, noise=self.noise, draw=i) for i in range(DRAWS)
+            reference.run(setting, plan, steps, noise=self.noise, draw=i, skipped=skipped)
+            for i in range(DRAWS)
         ]
+        # float16 may overflow where float64 does not, and its loss scale then skips the update.
+        allowed = setting.dtype == "native" and plan[Precision].compute == "fp16"
+        self.idle = None if allowed or not skipped else skipped[0]
 
     def compare(self, trial: Trial, plan: Plan) -> Iterator[Row]:
         """A row for each quantity."""
@@ -160,6 +168,8 @@ class _Bounds:
         yield self._steps("gradient", here.grads)
         if here.norms:
             yield self._numbers("gradient norm", here.norms, lambda r: r.norms)
+        if self.idle is not None:
+            yield Row("updates made", f"step {self.idle} was skipped", float("inf"), 0.0)
         yield from self._end("", here)
         if trial.resumed.losses:
             tail = len(trial.resumed.losses)
@@ -169,7 +179,7 @@ class _Bounds:
         yield _random_streams(trial)
 
     def _end(self, prefix: str, here: Record) -> Iterator[Row]:
-        for what in ("params", "buffers", "moments"):
+        for what in ("params", "buffers", "moments", "averages"):
             mine, exact = getattr(here, what), getattr(self.exact, what)
             if mine or exact:
                 label = {"params": "parameters", "moments": "optimizer state"}.get(what, what)
@@ -282,7 +292,7 @@ def _passes(
             # A part that is refused by itself, and says so, breaks nothing; unless the whole was
             # refused for the same reason.
             return isinstance(error.__cause__, ParallaxError) and _last_line(error) != refusal
-        return all(row.ok for row in _Bounds(setting, plan, steps).compare(trial, plan))
+        return all(row.ok for row in _Bounds(setting, plan, trial).compare(trial, plan))
     return True
 
 
@@ -290,13 +300,10 @@ def _where(
     transform: Transform,
     setting: Setting,
     size: int,
-    report: Report,
     bounds: _Bounds,
     ranks_of: Callable[[int], World],
 ) -> str:
-    ranks = size if report.error == "" and _fits(transform, size) else smallest_world(transform)
-    if report.error:
-        return ""
+    ranks = size if _fits(transform, size) else smallest_world(transform)
     return locate(in_dtype(transform, setting.dtype), setting, ranks_of(ranks), bounds.noise)
 
 

@@ -19,6 +19,7 @@ from parallax.core.mesh import agree, broadcast, device_of, digest, mesh_of, ran
 from parallax.core.names import Names
 from parallax.core.phase import Phase
 from parallax.core.plan import ordered
+from parallax.core.probe import known_ways
 from parallax.core.rewrite import Draft, Room
 from parallax.core.step import Seen, StandIn, grad_of
 from parallax.core.slices import local
@@ -64,6 +65,9 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
     if optimizer is not None:
         plan = replace(plan, rewrites=ordered((*plan.rewrites, BIND)))
     mesh = mesh_of(plan)
+    # What the pair trains, known once all is rewritten. Between forward and backward a gathered
+    # model shows other parameters by these names.
+    held: dict[str, nn.Parameter] = {}
     draft = Draft(
         (model,),
         optimizer,
@@ -72,7 +76,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         _no_grad_yet,
         _no_update,
         _any,
-        lambda: _gradients(draft),
+        lambda: _gradients(held),
         _nothing,
         _nothing,
         nullcontext,
@@ -104,6 +108,7 @@ def boost(transform: Transform, model: nn.Module, optimizer: OptimizerLike) -> B
         draft = draft._replace(names=draft.names.follow(draft.parts, rewrite.phase, rewrite.name))
     if not settled:
         _settle(draft, mesh)
+    held.update(draft.names.parameters_of(*draft.parts))
     setattr(model, _MARK, (repr(transform), title))
     boosted = Boosted(draft, plan, rooms, title, seen)
     if optimizer is not None:
@@ -176,9 +181,12 @@ def _settings(model: nn.Module, optimizer: OptimizerLike) -> list[str]:
             told = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
             if key != "params" and isinstance(told, plain):
                 lines.append(f"group {number} of the optimizer: {key}={told!r}")
+    for number, way in enumerate(known_ways(optimizer)):
+        lines.append(f"group {number} of the optimizer is stepped in the way: {way}")
     for parameter, entries in optimizer.state.items():
         for key, value in entries.items():
-            told = f"{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            shown = repr(value) if isinstance(value, plain) else type(value).__name__
+            told = f"{tuple(value.shape)}" if isinstance(value, Tensor) else shown
             lines.append(f"state of {names.get(id(parameter))}: {key} {told}")
     return lines
 
@@ -336,9 +344,8 @@ def _any(reduce: bool, last: bool) -> None:
     """Nothing is reduced over data axes, so nothing can be put off."""
 
 
-def _gradients(draft: Draft) -> dict[str, Tensor]:
-    named = draft.names.parameters_of(*draft.parts)
-    return {name: local(p.grad) for name, p in named.items() if p.grad is not None}
+def _gradients(held: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: local(p.grad) for name, p in held.items() if p.grad is not None}
 
 
 def _nothing() -> None:

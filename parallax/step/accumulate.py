@@ -68,6 +68,9 @@ class Windows:
         self._wanted = microbatches
         self._once = once
         self._outside = (True, True)
+        # By now the parameters are those that stay; between forward and backward, the model shows
+        # others.
+        self._named = draft.names.parameters_of(*draft.parts)
 
     def sync(self, reduce: bool, last: bool) -> None:
         """What the surroundings want: of the last part's backward."""
@@ -124,7 +127,7 @@ class Windows:
         return MicroBatches(cut_rows(batch, rows, start, end) for start, end in pieces)
 
     def _put_aside(self) -> dict[str, Tensor]:
-        named = self._draft.names.parameters_of(*self._draft.parts)
+        named = self._named
         before = {name: p.grad for name, p in named.items() if p.grad is not None}
         for name in before:
             named[name].grad = None
@@ -132,9 +135,7 @@ class Windows:
 
     @torch.no_grad()
     def _put_back(self, before: dict[str, Tensor]) -> None:
-        if not before:
-            return
-        named = self._draft.names.parameters_of(*self._draft.parts)
+        named = self._named
         for name, grad in before.items():
             now = named[name].grad
             if now is None:

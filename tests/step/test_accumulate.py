@@ -265,10 +265,14 @@ def uneven(boosted: Any = None) -> str:
 
 @pytest.mark.ranks
 def test_unlike_windows_are_refused_on_every_rank(world2: World) -> None:
-    assert world2.run(uneven) == [
-        "accumulate(2) was given windows of 1, 2 micro-batches, by rank.\n\nGive every rank the "
-        "same number, from 1 to 2."
-    ] * 2
+    assert (
+        world2.run(uneven)
+        == [
+            "accumulate(2) was given windows of 1, 2 micro-batches, by rank.\n\nGive every rank the "
+            "same number, from 1 to 2."
+        ]
+        * 2
+    )
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -320,8 +324,12 @@ def waiting() -> str:
 
 @pytest.mark.ranks
 def test_pairs_over_gradients_that_wait_are_refused(world2: World) -> None:
-    assert world2.run(waiting) == [
-        "a window of micro-batches with a loss of pairs (sum, count) was run while gradients from "
-        "before wait for their reduction, inside no_sync(): the window's count is known at its end "
-        "only.\n\nLeave no_sync() out: accumulate reduces as seldom by itself."
-    ] * 2
+    assert (
+        world2.run(waiting)
+        == [
+            "a window of micro-batches with a loss of pairs (sum, count) was run while gradients from "
+            "before wait for their reduction, inside no_sync(): the window's count is known at its end "
+            "only.\n\nLeave no_sync() out: accumulate reduces as seldom by itself."
+        ]
+        * 2
+    )

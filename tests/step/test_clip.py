@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from parallax import Transform, bf16, clip, compose, dp, fp32, tp, zero
+from parallax import StepError, Transform, bf16, clip, compose, dp, fp32, tp, zero
+from parallax.core.slices import local
 from parallax.testing import World, pool, toys
 
 pytestmark = pytest.mark.ranks
@@ -150,6 +151,172 @@ def test_ranks_that_hold_nothing_take_part(world4: World) -> None:
     rows = world4.run(uneven_gradients)
     assert [row[0] for row in rows] == [[pytest.approx(math.sqrt(3))]] * 4
     assert [row[1] for row in rows] == [False, True, True, True]
+
+
+# -- other bounds
+
+
+def bounded(transform: Transform) -> Any:
+    model = gpt()
+    boosted = transform(model, toys.momentum(model))
+    boosted.grad(toys.next_token, boosted.shard(toys.tokens(4)))
+    before = {n: g.clone() for n, g in boosted.grads.items()}
+    boosted.update()
+    same = all(torch.equal(local(g), local(before[n])) for n, g in boosted.grads.items())
+    return float(boosted.grad_norm), same, boosted.gather()
+
+
+def one_process_bounded(order: float, max_norm: float | None, value: float | None) -> Any:
+    model = gpt()
+    optimizer = toys.momentum(model)
+    total, count = toys.next_token(model, toys.tokens(4))
+    (total / count).backward()
+    norm = nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None], order
+    )
+    if max_norm is not None:
+        nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
+    if value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), value)
+    optimizer.step()
+    return float(norm), {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("said", "order", "max_norm", "value"),
+    [
+        (clip(0.01, norm_type="inf"), math.inf, 0.01, None),
+        (clip(0.01, norm_type=math.inf, value=0.001), math.inf, 0.01, 0.001),
+        (clip(value=0.002), 2.0, None, 0.002),
+        (clip(0.1, norm_type=2.0), 2.0, 0.1, None),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("layout", [dp(), zero(3), tp(2)], ids=repr)
+def test_other_bounds_are_those_of_one_process(
+    said: Transform,
+    order: float,
+    max_norm: float | None,
+    value: float | None,
+    layout: Transform,
+    world2: World,
+) -> None:
+    expected, params = one_process_bounded(order, max_norm, value)
+    rows = world2.run(bounded, compose(layout, said))
+    norm, same, whole = rows[0]
+    assert norm == rows[1][0] == pytest.approx(expected, rel=CLOSE)
+    assert not same
+    for name, p in params.items():
+        assert (whole["params"][name] - p).abs().max() < CLOSE
+
+
+@pytest.mark.parametrize("order", [2, "inf"])
+def test_a_gradient_at_the_bound_is_left_bit_for_bit(order: Any, world2: World) -> None:
+    ((norm, _, _), _) = world2.run(bounded, compose(zero(2), clip(1e9, norm_type=order)))
+    for bound in (norm, norm * (1 + 1e-9)):  # nearer than torch's 1e-6 in the divisor
+        for _, same, _ in world2.run(bounded, compose(zero(2), clip(bound, norm_type=order))):
+            assert same
+
+
+# -- norms that are not finite
+
+
+def poisoned(transform: Transform, poison: float) -> Any:
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    boosted = transform(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    x = torch.ones(2, 3).double()
+    boosted.train_step(lambda m, x: m(x).square().sum(), x)
+    before = boosted.gather()
+    boosted.grad(lambda m, x: m(x).square().sum(), x)
+    if dist.get_rank() == 1:  # on one rank only: all must find it
+        local(boosted.params["1.weight"].grad).fill_(poison)
+    text = ""
+    try:
+        boosted.update()
+    except StepError as error:
+        text = str(error)
+    boosted.zero_grad()
+    after = boosted.gather()
+    same = before is None or all(
+        torch.equal(after["params"][n], p) for n, p in before["params"].items()
+    )
+    return text, same, boosted.took_place, boosted.step
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("order", [2, "inf"])
+def test_a_norm_that_is_not_finite_raises_with_names(
+    poison: float, order: Any, world2: World
+) -> None:
+    rows = world2.run(poisoned, compose(zero(3), clip(1.0, norm_type=order)), poison)
+    shown = "inf" if order == "inf" else str(poison)
+    for text, same, _, step in rows:
+        assert text == (
+            f"the norm of the gradients is {shown}: not finite are those of 1.weight. Nothing was "
+            "updated.\n\nLower the learning rate, look at the batch and the loss, or go on without "
+            "such steps: clip(..., nonfinite='skip')."
+        )
+        assert same
+        assert step == 1
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("order", [2, "inf"])
+def test_or_is_skipped(poison: float, order: Any, world2: World) -> None:
+    said = clip(1.0, norm_type=order, nonfinite="skip")
+    assert world2.run(poisoned, compose(zero(3), said), poison) == [("", True, False, 1)] * 2
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_or_is_taken_as_zero(poison: float, world2: World) -> None:
+    rows = world2.run(poisoned, compose(zero(3), clip(1.0, nonfinite="zero")), poison)
+    for text, same, took_place, step in rows:
+        assert (text, took_place, step) == ("", True, 2)
+    assert not rows[0][1]  # momentum goes on
+
+
+def deciding_alone() -> bool:
+    """The planted fault: each rank looks at its own part of the norm."""
+    from parallax.step import lower
+
+    real = lower.total_norm
+    lower.total_norm = lambda parts, order, device: torch.linalg.vector_norm(torch.stack(parts))
+    try:
+        return poisoned(compose(zero(3), clip(1.0, nonfinite="skip")), float("nan"))[2]
+    finally:
+        lower.total_norm = real
+
+
+def test_a_rank_that_decides_alone_would_be_seen(world2: World) -> None:
+    assert world2.run(deciding_alone) == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: clip(), "clip was given no bound. Give max_norm, or value=, or both."),
+        (
+            lambda: clip(1.0, norm_type=3),
+            "clip was given norm_type=3. Choose one of 2, 'inf'.",
+        ),
+        (
+            lambda: clip(1.0, nonfinite="ignore"),  # type: ignore[arg-type]
+            "clip was given nonfinite='ignore'. Choose one of 'raise', 'skip', 'zero'.",
+        ),
+        (
+            lambda: clip(value=-1),
+            "clip was given value=-1. Give a positive number; to leave gradients as they are, leave "
+            "clip out.",
+        ),
+    ],
+)
+def test_other_wrong_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match="clip was given") as caught:
+        make()
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), True, "1"])

@@ -177,9 +177,7 @@ def every_scheduler() -> list[list[float]]:
     makers: list[Callable[[Any], Any]] = [
         lambda o: CosineAnnealingLR(o, 5),
         lambda o: OneCycleLR(o, 1.0, total_steps=6),
-        lambda o: transformers.get_scheduler(
-            "cosine", o, num_warmup_steps=2, num_training_steps=5
-        ),
+        lambda o: transformers.get_scheduler("cosine", o, num_warmup_steps=2, num_training_steps=5),
         lambda o: schedules.cosine(o, steps=5, warmup=2),
     ]
     found = []

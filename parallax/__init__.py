@@ -99,6 +99,7 @@ __all__ = [
     "override",
     "parse",
     "part",
+    "remat",
     "schedules",
     "shard_zero",
     "state",

@@ -24,6 +24,7 @@ from parallax import (
     tp,
     zero,
 )
+from parallax.parse import VOCABULARY
 
 PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "conflicting claims": (
@@ -99,8 +100,7 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: parse("tp(2), zeor(2)"),
         (
             "the composition 'tp(2), zeor(2)' names 'zeor', which parallax does not know.\n\n"
-            "Did you mean zero? Known: bf16, clip, compose, dp, fp32, mixed_precision, override, "
-            "part, shard_zero, tensor_parallel, tp, zero."
+            f"Did you mean zero? Known: {', '.join(sorted(VOCABULARY))}."
         ),
     ),
     "unknown name like no other": (
@@ -108,8 +108,7 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         lambda: parse("quux"),
         (
             "the composition 'quux' names 'quux', which parallax does not know.\n\n"
-            "Known: bf16, clip, compose, dp, fp32, mixed_precision, override, part, shard_zero, "
-            "tensor_parallel, tp, zero."
+            f"Known: {', '.join(sorted(VOCABULARY))}."
         ),
     ),
     "without arguments": (
@@ -185,7 +184,10 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     "one positional too many": (
         ParallaxError,
         lambda: parse("clip(1.0, 2.0)"),
-        "the composition 'clip(1.0, 2.0)': clip() takes 1 positional argument but 2 were given.",
+        (
+            "the composition 'clip(1.0, 2.0)': clip() takes from 0 to 1 positional arguments but 2 "
+            "were given."
+        ),
     ),
     "a wrong value in text": (
         ParallaxError,
@@ -199,13 +201,13 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
     ),
     "a dtype there is not": (
         ValueError,
-        lambda: mixed_precision("fp16"),  # type: ignore[arg-type]
-        "mixed_precision was given compute='fp16'. Choose one of 'fp64', 'fp32', 'bf16'.",
+        lambda: mixed_precision("fp4"),  # type: ignore[arg-type]
+        "mixed_precision was given compute='fp4'. Choose one of 'fp64', 'fp32', 'bf16', 'fp16'.",
     ),
     "a reduction there is not": (
         ValueError,
         lambda: mixed_precision("bf16", reduce="int8"),  # type: ignore[arg-type]
-        "mixed_precision was given reduce='int8'. Choose one of 'fp64', 'fp32', 'bf16'.",
+        "mixed_precision was given reduce='int8'. Choose one of 'fp64', 'fp32', 'bf16', 'fp16'.",
     ),
 }
 

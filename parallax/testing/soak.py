@@ -39,6 +39,8 @@ SPOKEN = {
     "clip": "clip(1.0)",
     "accumulate": "accumulate(2)",
     "ema": "ema(0.9)",
+    "remat": "remat()",
+    "compile": "compile(backend='aot_eager')",
 }
 """One spelling of each member, to ask why two of them cannot be composed."""
 

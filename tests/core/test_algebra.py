@@ -17,14 +17,19 @@ from parallax import (
     ConflictError,
     Fact,
     Transform,
+    accumulate,
     bf16,
     clip,
+    compile,  # noqa: A004
     compose,
     dp,
+    ema,
+    fp16,
     fp32,
     mixed_precision,
     override,
     parse,
+    remat,
     tp,
     zero,
 )
@@ -52,6 +57,13 @@ MAKERS: dict[str, st.SearchStrategy[Transform]] = {
         reduce=st.none() | dtypes,
         outputs=st.none() | dtypes,
         keep=st.none() | patterns | st.just("norms"),
+    )
+    | st.builds(
+        mixed_precision,
+        st.just("fp16"),
+        scale=st.sampled_from([None, 64, 2.0**16]),
+        backoff=st.sampled_from([None, 0.25]),
+        growth_interval=st.none() | st.integers(1, 9),
     ),
     "tp": st.builds(
         tp,
@@ -59,8 +71,34 @@ MAKERS: dict[str, st.SearchStrategy[Transform]] = {
         rules=st.none() | st.dictionaries(patterns, styles, max_size=3),
         loss_parallel=st.none() | st.booleans(),
     ),
-    "clip": st.builds(clip, st.floats(1e-6, 1e6) | st.integers(1, 5) | st.sampled_from([1.0, 0.5])),
+    "clip": st.builds(
+        clip,
+        st.floats(1e-6, 1e6) | st.integers(1, 5) | st.sampled_from([1.0, 0.5]),
+        norm_type=st.sampled_from([None, 2, "inf", float("inf")]),
+        value=st.none() | st.floats(1e-6, 1e6),
+        nonfinite=st.sampled_from([None, "raise", "skip", "zero"]),
+    ),
+    "accumulate": st.builds(
+        accumulate,
+        st.integers(1, 64),
+        reduce=st.sampled_from([None, "step", "microbatch"]),
+        batchnorm=st.sampled_from([None, "microbatch"]),
+    ),
+    "ema": st.builds(ema, st.floats(0, 0.9999), warmup=st.none() | st.booleans()),
+    "remat": st.builds(remat, st.none() | st.floats(0.01, 1), units=st.none() | patterns)
+    | st.builds(remat, every=st.integers(1, 5), keep=st.sampled_from([None, "matmuls"]))
+    | st.builds(
+        remat, budget=st.sampled_from(["20GiB", 1 << 30]), offload=st.none() | st.booleans()
+    ),
+    "compile": st.builds(
+        compile,
+        backend=st.sampled_from([None, "eager", "aot_eager"]),
+        dynamic=st.none() | st.booleans(),
+        fullgraph=st.none() | st.booleans(),
+        units=st.none() | patterns,
+    ),
     "bf16": st.just(bf16),
+    "fp16": st.just(fp16),
     "fp32": st.just(fp32),
 }
 MAKERS["shard_zero"], MAKERS["tensor_parallel"] = MAKERS["zero"], MAKERS["tp"]

@@ -24,6 +24,7 @@ from parallax.testing.plugin import assert_trains_like_one_process
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += sorted((ROOT / "docs" / "transforms").glob("*.md"))
 LINKED = [*PAGES, *sorted((ROOT / "docs" / "decisions").glob("*.md"))]
 LINKED += sorted((ROOT / "notebooks").glob("*.md"))
 
@@ -99,6 +100,7 @@ def stand_ins(directory: str) -> dict[str, Any]:
         "parallax": parallax,
         "torch": torch,
         "Net": Net,
+        "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
         "Block": nn.ModuleDict,
         "model": model,
         "optimizer": optimizer,
@@ -107,6 +109,7 @@ def stand_ins(directory: str) -> dict[str, Any]:
         "dataset": dataset,
         "train_dataloader": DataLoader(dataset, batch_size=64),
         "loader": [batch, batch],
+        "batch": batch,
         "batches": [batch],
         "loss_fn": loss_fn,
         "make_model": Net,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from parallax.booster.onefile import Files, files_at, on_first, replace_tensors, together
 from parallax.checkpoint.files import flat
+from parallax.checkpoint.load import restored
 from parallax.checkpoint.save import settings
 from parallax.core.boosted import Boosted
 from parallax.core.collect import collect
@@ -30,7 +31,7 @@ def save_moments(boosted: Boosted, path: Path) -> None:
         CheckpointError: Rank 0 could not write; raised on every rank.
     """
     tree = {kind: boosted.leaves(kind) for kind in ("moments", "rooms")}
-    whole = collect(tree, boosted.mesh)
+    whole = collect(tree, boosted.mesh, owners=boosted.owners)
     groups = settings(boosted)
 
     def write() -> None:
@@ -76,7 +77,7 @@ def load_moments_(boosted: Boosted, path: Path) -> None:
     assert boosted.optimizer is not None, "a pair without an optimizer is refused by the caller"
     for group, saved in zip(boosted.optimizer.param_groups, groups, strict=True):
         for key, value in saved["settings"].items():
-            group[key] = _restored(value, group.get(key))
+            group[key] = restored(value, group.get(key))
 
 
 def _note(files: Files) -> dict[str, Any]:
@@ -107,13 +108,17 @@ def _read(boosted: Boosted, files: Files, values: dict[str, Any], tree: dict[str
     for key in (*files.shapes, *values):
         kind, _, rest = key.partition("/")
         name, _, slot = rest.rpartition("/")
-        if kind != "moments" or name not in params:
+        owner = boosted.owners.get(name)
+        if kind != "moments" or name not in params or owner not in (None, boosted.mesh.get_rank()):
             continue
         parameter, row = params[name], tree["moments"].setdefault(name, {})
         if key in values:
             row[slot] = values[key]
             continue
-        shaped = files.shapes[key] == tuple(parameter.shape) and parameter.ndim > 0
+        # What is stepped whole keeps its state whole, at its owner.
+        shaped = (
+            owner is None and files.shapes[key] == tuple(parameter.shape) and parameter.ndim > 0
+        )
         block = files.block(key, box(parameter) if shaped else None)
         # torch keeps step counts on the CPU unless a kernel reads them.
         if slot != "step" or id(parameter) in counting:
@@ -148,9 +153,3 @@ def _counts_on_device(boosted: Boosted) -> set[int]:
         if group.get("capturable") or group.get("fused")
         for p in group["params"]
     }
-
-
-def _restored(value: Any, current: Any) -> Any:
-    if isinstance(current, Tensor):
-        return torch.full_like(current, value)
-    return tuple(value) if isinstance(value, list) else value

@@ -55,7 +55,7 @@ def load_(
     if boosted.optimizer is not None and "moments" in kinds:
         for group, saved in zip(boosted.optimizer.param_groups, index.groups, strict=True):
             for key, value in saved["settings"].items():
-                group[key] = _restored(value, group.get(key))
+                group[key] = restored(value, group.get(key))
 
 
 def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -> None:
@@ -137,10 +137,12 @@ def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[
         if not key.startswith("moments/"):
             continue
         name, _, slot = key.removeprefix("moments/").rpartition("/")
-        if name not in params:
+        owner = boosted.owners.get(name)
+        if name not in params or owner not in (None, boosted.mesh.get_rank()):
             continue
         parameter = params[name]
-        shaped = entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
+        # What is stepped whole keeps its state whole, at its owner.
+        shaped = owner is None and entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
         block = reader.block(key, entry, box(parameter) if shaped else _all(entry))
         # The step count lives on the CPU unless a kernel reads it; everything else with its
         # parameter.
@@ -150,7 +152,8 @@ def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[
     for key, value in index.values.items():
         if key.startswith("moments/"):
             name, _, slot = key.removeprefix("moments/").rpartition("/")
-            moments.setdefault(name, {})[slot] = value
+            if boosted.owners.get(name) in (None, boosted.mesh.get_rank()):
+                moments.setdefault(name, {})[slot] = value
     return moments
 
 
@@ -237,7 +240,12 @@ class _Reader:
         return self._files[file]
 
 
-def _restored(value: Any, current: Any) -> Any:
+def restored(value: Any, current: Any) -> Any:
+    """A setting as JSON gives it back, in the form of what stands there: JSON knows lists only."""
     if isinstance(current, Tensor):
         return torch.full_like(current, value)
-    return tuple(value) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    alike = isinstance(current, list | tuple) and len(current) == len(value)
+    rows = [restored(v, c) for v, c in zip(value, current if alike else value, strict=True)]
+    return rows if isinstance(current, list) else tuple(rows)

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from parallax.checkpoint.files import INDEX, Entry, Index, Part, crc32, flat
 from parallax.core.axes import AXES
@@ -56,6 +57,7 @@ def save(
             target.parent.mkdir(parents=True, exist_ok=True)
             partial.mkdir()
 
+    _refuse_objects(boosted, kinds)
     _together(begin, f"cannot write a checkpoint to {target}")
     mine: list[Row] = []
     values: dict[str, Any] = {}
@@ -74,7 +76,9 @@ def save(
     try:
         _together(write, f"cannot write a checkpoint to {target}")
         rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, (file, mine))
+        dist.all_gather_object(rows, (file, mine, values))
+        for _, _, theirs in rows:
+            values.update(theirs)
         _together(finish, f"cannot complete the checkpoint {target}")
     finally:
         if rank == 0:
@@ -109,17 +113,54 @@ def _mine(
     assert coordinate is not None, "every rank of the world is in the mesh"
     tensors: dict[str, Tensor] = {}
     for key, value in flat({kind: boosted.leaves(kind) for kind in kinds if kind != "step"}):
+        owner = _owner(boosted, key)
         if not isinstance(value, Tensor):
-            if not isinstance(value, dict):
+            if not isinstance(value, dict) and owner in (None, boosted.mesh.get_rank()):
                 values[key] = value
             continue
         block = box(value)
         whole = value.numel() == 0
-        if held_once(value, coordinate, AXES) and (not block.empty or whole):
+        if owner is None:
+            answers = held_once(value, coordinate, AXES)
+        else:
+            answers = owner == boosted.mesh.get_rank()
+        if answers and (not block.empty or whole):
             tensors[key] = local(value.detach()).cpu().contiguous()
             dtype = str(value.dtype).removeprefix("torch.")
             rows.append((key, dtype, tuple(value.shape), block, crc32(tensors[key])))
     return tensors
+
+
+def _owner(boosted: Boosted, key: str) -> int | None:
+    """The rank that alone holds the state under a key; None where ranks hold parts, or the same."""
+    kind, _, rest = key.partition("/")
+    return boosted.owners.get(rest.rpartition("/")[0]) if kind == "moments" else None
+
+
+def _refuse_objects(boosted: Boosted, kinds: tuple[Kind, ...]) -> None:
+    """Refuse state that files without pickle cannot hold, on every rank."""
+    rows = boosted.leaves("moments") if "moments" in kinds else {}
+    odd = [
+        f"the optimizer {type(boosted.optimizer).__name__} keeps a {type(value).__name__} as "
+        f"{slot} of {name}, and a checkpoint holds plain tensors, numbers and text.\n\nUse an "
+        "optimizer whose state is plain, or save the rest: parallax.checkpoint.save(boosted, "
+        "directory, kinds=('params', 'buffers', 'rooms', 'step'))."
+        for name, row in rows.items()
+        for slot, value in row.items()
+        # A subclass of Tensor (quantised state, say) computes its elements from others inside.
+        if type(value) not in (Tensor, DTensor) and not _written(value)
+    ]
+    fault = odd[0] if odd else ""
+    _, found = agree("", fault)
+    if any(found):
+        raise CheckpointError(next(text for text in found if text))
+
+
+def _written(value: Any) -> bool:
+    """Whether JSON holds a value as it is."""
+    if isinstance(value, list | tuple):
+        return all(map(_written, value))
+    return value is None or type(value) in (bool, int, float, str)
 
 
 def _index(
@@ -130,7 +171,7 @@ def _index(
     token: str,
 ) -> Index:
     index = Index(boosted.plan.composition, boosted.step, values=values, token=token)
-    for file, parts in rows:
+    for file, parts, _ in rows:
         for key, dtype, shape, block, crc in parts:
             entry = index.tensors.setdefault(key, Entry(dtype, shape))
             entry.parts.append(Part(file, block, crc))

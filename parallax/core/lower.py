@@ -1,5 +1,6 @@
-"""Many tensors at once: torch's multi-tensor kernels, whose names are private but long in use.
+"""What core needs of torch's insides.
 
+Many tensors at once: torch's multi-tensor kernels, whose names are private but long in use.
 `torch.nn.utils.clip_grad_norm_` and torch's optimizers are written with them; there are no public
 ones. Without them, a model of 300 parameters launches 300 kernels where one or two do.
 """
@@ -7,10 +8,12 @@ ones. Without them, a model of 300 parameters launches 300 kernels where one or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 
 def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -53,3 +56,11 @@ def norms(tensors: Sequence[Tensor], order: float) -> list[Tensor]:
         if full:
             out.update(zip(map(id, full), torch._foreach_norm(full, order), strict=True))
     return [out[id(t)] if id(t) in out else t.new_zeros(()) for t in tensors]
+
+
+held: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+"""The very tensor that a DTensor holds on this rank.
+
+Not `to_local()`, which makes a new view of a parameter at each call (torch 2.13): whether
+fully_shard has put another tensor in its place could not be told by identity.
+"""

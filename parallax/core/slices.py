@@ -50,7 +50,13 @@ def box(tensor: Tensor) -> Box:
         return Box((0,) * tensor.ndim, tuple(tensor.shape))
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "every rank of the world is in the mesh"
-    return _box(tensor, coordinate)
+    return box_at(tensor, coordinate)
+
+
+def is_cut(tensor: DTensor) -> bool:
+    """Whether any axis of more than one rank cuts a tensor, so that no rank surely has it whole."""
+    mesh = tensor.device_mesh
+    return any(hasattr(p, "dim") and mesh.size(i) > 1 for i, p in enumerate(tensor.placements))
 
 
 def boxes(tensor: DTensor) -> dict[int, Box]:
@@ -60,11 +66,12 @@ def boxes(tensor: DTensor) -> dict[int, Box]:
     for coordinate in itertools.product(*map(range, ranks.shape)):
         copies = zip(coordinate, tensor.placements, strict=True)
         if all(c == 0 or hasattr(p, "dim") for c, p in copies):
-            found[int(ranks[coordinate])] = _box(tensor, coordinate)
+            found[int(ranks[coordinate])] = box_at(tensor, coordinate)
     return found
 
 
-def _box(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+def box_at(tensor: DTensor, coordinate: Sequence[int]) -> Box:
+    """The block of the whole tensor at a place of the tensor's own mesh."""
     # A fully_shard parameter that was tensor-sharded first carries a strided placement: the data
     # axis cuts the block that the tensor axis left. So strided placements are applied last, which
     # makes every rank's part one contiguous block.

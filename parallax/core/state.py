@@ -36,6 +36,7 @@ class State:
     _draft: Draft
     _step: Tensor
     _frozen: dict[str, Any] | None
+    _settings: list[dict[str, Any]] | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -84,6 +85,20 @@ class State:
         """The optimizer's state by parameter name; empty before the first step."""
         return self.leaves("moments")
 
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings of the optimizer's groups, where many optimizers also count their steps."""
+        if self._settings is not None or self.optimizer is None:
+            return self._settings or []
+        rows = self.optimizer.param_groups
+        return [_copied({k: v for k, v in group.items() if k != "params"}) for group in rows]
+
+    @property
+    def owners(self) -> dict[str, int]:
+        """For each parameter that the optimizer steps whole, the rank that holds its state."""
+        room = self.rooms.get("optimizer")
+        return {} if room is None else room.notes["owners"]
+
     def gather(self) -> dict[str, Any] | None:
         """The whole, unsharded state on the CPU of rank 0; None on the other ranks.
 
@@ -93,7 +108,7 @@ class State:
         Cost:
             One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
         """
-        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh)
+        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh, owners=self.owners)
 
     def load_(self, source: State | str | os.PathLike[str]) -> None:
         """Write a snapshot, or a checkpoint directory, back into this pair, in place.
@@ -111,6 +126,16 @@ class State:
                 "Save to a directory and load that: files fit any composition."
             )
         self.write_({kind: source.leaves(kind) for kind in KINDS})
+        groups = self.optimizer.param_groups if self.optimizer is not None else ()
+        for group, saved in zip(groups, source.settings, strict=True):
+            for key in [key for key in group if key not in saved and key != "params"]:
+                del group[key]  # a count that the first step puts there
+            for key, value in _copied(saved).items():
+                now = group.get(key)
+                if isinstance(now, Tensor) and isinstance(value, Tensor):
+                    now.copy_(value)  # what reads a rate from a tensor holds that very tensor
+                else:
+                    group[key] = value
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the training state, each rank its part; see `parallax.checkpoint.save`."""

@@ -14,6 +14,7 @@ class Handle:
 
     def __init__(self, boosted: Boosted) -> None:
         self.boosted = boosted
+        self.settings = boosted.settings
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Handle) and self.boosted.plan == other.boosted.plan
@@ -31,6 +32,7 @@ def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
     snapshot = Boosted(live._draft, live.plan, live.rooms, live.title, live._seen)
     snapshot._frozen = dict(zip(KINDS, children, strict=True))
     snapshot._step = snapshot._frozen["step"]
+    snapshot._settings = handle.settings
     return snapshot
 
 

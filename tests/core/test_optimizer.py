@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from parallax import ParallaxError, Transform, compose, dp, zero
-from parallax.core.bind import ELEMENTWISE
+from parallax.core.probe import ELEMENTWISE
 from parallax.testing import World, pool, toys
 
 pytestmark = pytest.mark.ranks

@@ -32,7 +32,7 @@ from parallax.parse import parse
 # transforms
 from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.step import accumulate, clip, ema, schedules
-from parallax.store import bf16, dp, fp16, fp32, mixed_precision, shard_zero, zero
+from parallax.store import bf16, compress, dp, fp16, fp32, mixed_precision, shard_zero, zero
 from parallax.tensor import tensor_parallel, tp
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ __all__ = [
     "clip",
     "compile",
     "compose",
+    "compress",
     "dp",
     "ema",
     "fp16",

@@ -11,7 +11,7 @@ from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.core.transform import Transform, compose, override, part
 from parallax.errors import ParallaxError
 from parallax.step import accumulate, clip, ema
-from parallax.store import bf16, dp, fp16, fp32, mixed_precision, shard_zero, zero
+from parallax.store import bf16, compress, dp, fp16, fp32, mixed_precision, shard_zero, zero
 from parallax.tensor import tensor_parallel, tp
 
 VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
@@ -20,6 +20,7 @@ VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
     "clip": clip,
     "compile": compile,
     "compose": compose,
+    "compress": compress,
     "dp": dp,
     "ema": ema,
     "fp16": fp16,

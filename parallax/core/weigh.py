@@ -70,9 +70,7 @@ class Window:
         self._count: Tensor | None = None
         self._pairs: bool | None = None
 
-    def weigh(
-        self, value: Tensor, count: Tensor | float, is_sum: bool
-    ) -> tuple[Tensor, Tensor]:
+    def weigh(self, value: Tensor, count: Tensor | float, is_sum: bool) -> tuple[Tensor, Tensor]:
         """This rank's share of one part, and the factor on its value; as `weigh`."""
         if self._pairs not in (None, is_sum):
             raise StepError(

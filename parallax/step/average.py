@@ -39,9 +39,7 @@ class Average:
         self._warmup = bool(said.warmup)
         self._step = draft.update
         named = draft.names.parameters_of(*draft.parts)
-        trained = {
-            n: p for n, p in named.items() if p.requires_grad and p.is_floating_point()
-        }
+        trained = {n: p for n, p in named.items() if p.requires_grad and p.is_floating_point()}
         # At least float32: in bfloat16 a step of 1 - 0.999 would round to no step.
         averages = {n: like(_wide(local(p.detach())), p) for n, p in trained.items()}
         self._parts = [(p, local(averages[n])) for n, p in trained.items()]

@@ -34,9 +34,7 @@ def constant(optimizer: Optimizer, *, warmup: int = 0) -> LambdaLR:
     return LambdaLR(optimizer, _warm(warmup, lambda t: 1.0))
 
 
-def linear(
-    optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0
-) -> LambdaLR:
+def linear(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LambdaLR:
     """A straight line down: t / w, then from 1 at w to `floor` at s, and `floor` from there on.
 
     Args:
@@ -56,9 +54,7 @@ def linear(
     )
 
 
-def cosine(
-    optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0
-) -> LambdaLR:
+def cosine(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LambdaLR:
     """Half a cosine down (arXiv:1608.03983): t / w, then from 1 at w to `floor` at s.
 
     Args:

@@ -60,3 +60,14 @@ class Scaling(Fact):
     interval: int | None = None
     least: float | None = None
     most: float | None = None
+
+
+@dataclass(frozen=True)
+class Compression(Fact):
+    """How gradients are written while they cross the data ranks.
+
+    Attributes:
+        gradients: A small dtype, or "full" for the reduction's own.
+    """
+
+    gradients: Literal["fp8", "bf16", "full"] | None = None

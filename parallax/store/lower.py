@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # to
 # The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
 from torch.distributed.utils import _apply_to_tensors
 
-from parallax.core.mesh import agree, size_of, total
+from parallax.core.mesh import agree, axis_of, size_of, total
 from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
@@ -28,9 +28,15 @@ from parallax.core.slices import local
 from parallax.core.units import shares_outside, units_of
 from parallax.errors import ParallaxError, RuleError, StepError
 from parallax.store.batchnorm import synchronise
-from parallax.store.facts import Precision, Sharding
+from parallax.store.compress import CompressedReduceScatter
+from parallax.store.facts import Compression, Precision, Sharding
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
@@ -85,7 +91,11 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     shared = plan.size() > 1 or precision.compute is not None
     normalised = synchronise(model, draft.mesh, draft.stand_in) if shared else []
     replicas = plan.size("data_replicate")
-    data = draft.mesh["data_replicate", "data_shard"] if replicas > 1 else draft.mesh["data_shard"]
+    kind = plan[Compression].gradients
+    # fully_shard's own all-reduce over copies cannot be replaced: it is given the shard axis alone,
+    # and copies are averaged in its hook.
+    both = replicas > 1 and kind is None
+    data = draft.mesh["data_replicate", "data_shard"] if both else draft.mesh["data_shard"]
     drop = sharding.stage == 3
     options: dict[str, Any] = {"mesh": data, "ignored_params": set(loose)}
     units = units_of(model, sharding.units)
@@ -110,6 +120,8 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     )
     shards: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule)]
     _drop_after_inference(model, shards)
+    if kind is not None:
+        _compress(shards, kind, draft.mesh)
     store = Store(
         shards, loose, dict(model.named_parameters()), draft.mesh, hold=sharding.stage in (None, 1)
     )
@@ -130,11 +142,22 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         "loose": len(loose),
         "store": store,
     }
+
     def gradients() -> dict[str, Tensor]:
         return {**reduced(), **store.gradients()}
 
     draft = draft._replace(sync=store.sync, gradients=gradients, settle=settle, forget=forget)
     return draft, Room(notes=notes)
+
+
+def _compress(shards: list[FSDPModule], kind: str, mesh: DeviceMesh) -> None:
+    """Replace the reductions of gradients."""
+    reduction = CompressedReduceScatter(kind)
+    copies, _, group = axis_of(mesh, "data_replicate")
+    for shard in shards:
+        shard.set_custom_reduce_scatter(reduction)  # pyright: ignore[reportArgumentType]
+        if copies > 1:
+            shard.set_all_reduce_hook(lambda flat: reduction.mean_(flat, group))
 
 
 class Store:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
 from parallax.core.spell import degree_fault, one_of, spell
 from parallax.core.transform import Transform, state
-from parallax.store.facts import Dtype, Precision, Scaling, Sharding, Stage
+from parallax.store.facts import Compression, Dtype, Precision, Scaling, Sharding, Stage
 
 STORE = Rewrite(
     "store",
@@ -240,6 +240,36 @@ def _scales(compute: str, powers: dict[str, float | None], interval: int | None)
 def _power_of_two(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 < value < math.inf and math.frexp(value)[0] == 0.5
+
+
+def compress(gradients: Literal["fp8", "bf16", "full"]) -> Transform:
+    """Send gradients over the data axes in few bytes: rounded once, summed in the reduction's dtype.
+
+    With mean gradient g of the ranks' g_r, and A the largest magnitude among the 256 elements that
+    share a scale, each element is off by at most the mean over ranks of |g_r| / 256 for `"bf16"`,
+    and of max(|g_r| / 16, A x 2^-10 / 448) for `"fp8"` (e4m3, arXiv:2209.05433). Over copies (`dp`)
+    the mean is rounded once more, the same on every rank.
+
+    States:
+        Compression.gradients.
+
+    Cost:
+        Bytes of gradient traffic beside float32: bf16 a half, fp8 0.254. Two passes over what is
+        sent and received; memory for both, in the small dtype, of one unit.
+
+    Args:
+        gradients: `"fp8"`; `"bf16"`; `"full"` takes the same way without rounding, to check it.
+
+    Raises:
+        ValueError: The dtype is unknown.
+
+    Example:
+        >>> compress("fp8")
+        compress('fp8')
+    """
+    one_of("compress", "gradients", gradients, ("fp8", "bf16", "full"))
+    fact = Compression(gradients=gradients)
+    return state(spell("compress", gradients), fact, rewrites=(STORE,))
 
 
 bf16: Transform = mixed_precision("bf16")

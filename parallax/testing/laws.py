@@ -33,11 +33,13 @@ class Member:
         draw: Given the factor of the world that is left, a strategy of what may be said.
         needs_plan: Whether the model must say how it is cut.
         without: Toy models it is refused on.
+        needs_blocks: Whether the model must have repeated blocks.
     """
 
     draw: Callable[[int], st.SearchStrategy[Spoken]]
     needs_plan: bool = False
     without: tuple[str, ...] = ()
+    needs_blocks: bool = False
 
 
 def _divisors(n: int) -> list[int]:
@@ -88,6 +90,7 @@ TABLE: dict[str, Member] = {
         )
     ),
     "fp16": Member(_said("fp16")),
+    "compress": Member(_said("compress('fp8')", "compress('bf16')")),
     "clip": Member(
         _said(
             "clip(0.05)",
@@ -98,6 +101,12 @@ TABLE: dict[str, Member] = {
     ),
     "accumulate": Member(_accumulate, without=("ConvNet",)),
     "ema": Member(_said("ema(0.9)", "ema(0.5, warmup=True)")),
+    "remat": Member(
+        _said("remat()", "remat(0.5)", "remat(budget='8MiB')", "remat(offload=True)"),
+        needs_blocks=True,
+    ),
+    # Tracing costs seconds on the ranks of a test, and lowering would cost minutes.
+    "compile": Member(_said("compile(backend='eager')")),
 }
 
 ALIASES = {"shard_zero": "zero", "tensor_parallel": "tp"}
@@ -194,7 +203,7 @@ def cases(
     names = draw(st.permutations(sorted(TABLE)))
     wanted = draw(st.sets(st.sampled_from(sorted(TABLE)), max_size=len(TABLE)))
     left, parts, opened = world, [], False
-    has_plan = False
+    has_plan = has_blocks = False
     for name in names:
         member = TABLE[name]
         if name not in wanted:
@@ -205,6 +214,7 @@ def cases(
         opened |= factor == 0
         left //= factor or 1
         has_plan |= member.needs_plan
+        has_blocks |= member.needs_blocks
         parts.append(text)
     if left > 1 and not opened:
         filler = draw(
@@ -221,11 +231,11 @@ def cases(
     parts = list(draw(st.permutations(parts)))
     refused = {m for part in parts for m in TABLE[part.partition("(")[0]].without}
     fitting = sorted(set(MODELS) - refused)
-    model = "Gpt" if has_plan else draw(st.sampled_from(fitting))
+    model = "Gpt" if has_plan or has_blocks else draw(st.sampled_from(fitting))
     options: list[tuple[str, Any]] = []
     if model == "Gpt":
         options = [(name, True) for name in GPT_OPTIONS if draw(st.booleans())]
-        options.append(("blocks", draw(st.integers(1, 3))))
+        options.append(("blocks", draw(st.integers(1 + has_blocks, 3))))
         if any(part.startswith("accumulate") for part in parts):
             options.append(("counts", False))
     return Case(

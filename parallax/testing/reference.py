@@ -27,11 +27,17 @@ from parallax.core.names import Names
 from parallax.core.plan import Plan
 from parallax.core.step import read_loss
 from parallax.step.facts import Averaging, Clipping
-from parallax.store.facts import Precision
+from parallax.store.facts import Compression, Precision
 from parallax.testing.record import Named, Record, flat_moments
 from parallax.testing.setting import Setting, quiet
 
-UNIT_ROUNDOFF = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+UNIT_ROUNDOFF = {
+    "fp64": 2.0**-53,
+    "fp32": 2.0**-24,
+    "fp16": 2.0**-11,
+    "bf16": 2.0**-8,
+    "fp8": 2.0**-4,
+}
 LAMBDA = 4.0  # an inner product stays within its bound with probability 1 - 2 exp(-8) = 0.9993
 
 
@@ -77,6 +83,9 @@ def roundoff(setting: Setting, plan: Plan, model: nn.Module) -> float:
     compute = plan[Precision].compute
     if setting.dtype == "native" and compute in ("bf16", "fp16"):
         unit += UNIT_ROUNDOFF[compute]
+    sent = plan[Compression].gradients
+    if setting.dtype == "native" and sent in ("bf16", "fp8"):
+        unit += UNIT_ROUNDOFF[sent]
     return LAMBDA * unit
 
 

@@ -17,8 +17,8 @@ from parallax.core.fact import join
 from parallax.core.plan import Plan
 from parallax.core.transform import Transform, compose, override
 from parallax.errors import ParallaxError
-from parallax.store import mixed_precision
-from parallax.store.facts import Precision
+from parallax.store import compress, mixed_precision
+from parallax.store.facts import Compression, Precision
 from parallax.testing import reference
 from parallax.testing.locate import locate
 from parallax.testing.record import Named, Record, Trial
@@ -126,11 +126,13 @@ def smallest_world(transform: Transform) -> int:
 def in_dtype(transform: Transform, dtype: Check) -> Transform:
     """The composition as it is checked in a dtype: with that compute dtype in place of its own."""
     facts = join(transform.claims)
-    precision = facts.get(Precision)
-    if dtype == "native" or precision is None:
+    if dtype == "native":
         return transform
-    wide = mixed_precision(dtype, reduce=dtype, outputs=dtype)
-    return override(transform, wide)
+    if Compression in facts:
+        transform = override(transform, compress("full"))
+    if Precision in facts:
+        transform = override(transform, mixed_precision(dtype, reduce=dtype, outputs=dtype))
+    return transform
 
 
 def _run(ranks: World, setting: Setting, transform: Transform, steps: int) -> Trial:

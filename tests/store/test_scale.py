@@ -150,11 +150,15 @@ def at_the_least_scale() -> str:
 
 
 def test_what_no_scale_cures_is_an_error_with_names(world2: World) -> None:
-    assert world2.run(at_the_least_scale) == [
-        "the gradients of weight, bias are not finite although the loss scale is at its least, 1. "
-        "Nothing was updated.\n\nNo scale cures this: lower the learning rate, look at the batch "
-        "and the loss, or use bf16, which has float32's range."
-    ] * 2
+    assert (
+        world2.run(at_the_least_scale)
+        == [
+            "the gradients of weight, bias are not finite although the loss scale is at its least, 1. "
+            "Nothing was updated.\n\nNo scale cures this: lower the learning rate, look at the batch "
+            "and the loss, or use bf16, which has float32's range."
+        ]
+        * 2
+    )
 
 
 def resumed(directory: str) -> Any:

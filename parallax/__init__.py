@@ -33,6 +33,7 @@ from parallax.parse import parse
 from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.step import accumulate, clip, ema, schedules
 from parallax.store import bf16, compress, dp, fp16, fp32, mixed_precision, shard_zero, zero
+from parallax.surgery import fp8
 from parallax.tensor import tensor_parallel, tp
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ __all__ = [
     "ema",
     "fp16",
     "fp32",
+    "fp8",
     "launch",
     "launch_from_torch",
     "layout",

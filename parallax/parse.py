@@ -12,6 +12,7 @@ from parallax.core.transform import Transform, compose, override, part
 from parallax.errors import ParallaxError
 from parallax.step import accumulate, clip, ema
 from parallax.store import bf16, compress, dp, fp16, fp32, mixed_precision, shard_zero, zero
+from parallax.surgery import fp8
 from parallax.tensor import tensor_parallel, tp
 
 VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
@@ -25,6 +26,7 @@ VOCABULARY: dict[str, Transform | Callable[..., Transform]] = {
     "ema": ema,
     "fp16": fp16,
     "fp32": fp32,
+    "fp8": fp8,
     "mixed_precision": mixed_precision,
     "override": override,
     "part": part,

@@ -7,7 +7,8 @@ it, also one rank and plain replication (a shard axis of size 1), which keeps on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,68 +17,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState  # to see a failed pass
+from torch.distributed.tensor import DTensor
 
 # The same walk over outputs that fully_shard's own hooks take; a private name, stable since 2.1.
 from torch.distributed.utils import _apply_to_tensors
 
 from parallax.core.mesh import agree, axis_of, size_of, total
-from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
 from parallax.core.slices import local
-from parallax.core.units import shares_outside, units_of
-from parallax.errors import ParallaxError, RuleError, StepError
+from parallax.core.units import units_of
+from parallax.errors import StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.compress import CompressedReduceScatter
 from parallax.store.facts import Compression, Precision, Sharding
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-
-
-def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
-    """What in the model does not fit the plan."""
-    model = draft.parts[0]
-    try:
-        units_of(model, plan[Sharding].units)
-    except RuleError as fault:
-        yield fault
-    for pattern in plan[Precision].keep or ():
-        # "norms" is a kind, of which a model may have none; a name that matches nothing is a
-        # mistake.
-        found = _kept(model, (pattern,))
-        for name, module in found.items():
-            if shares_outside(model, module):
-                yield RuleError(
-                    f"keep={pattern!r} names {name}, which shares a parameter with another module "
-                    f"of {type(model).__name__}: one parameter has one dtype.\n\nKeep neither or "
-                    "untie them."
-                )
-        if pattern != "norms" and not found:
-            yield RuleError(
-                f"keep={pattern!r} matches no module with parameters of {type(model).__name__}.\n\n"
-                "Name 'norms', a class or a pattern of module names."
-            )
-    if plan[Precision].compute is None:
-        yield from _mixed(model)
-
-
-def _mixed(model: nn.Module) -> Iterable[ParallaxError]:
-    kinds: dict[torch.dtype, str] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            kinds.setdefault(parameter.dtype, name)
-    if len(kinds) > 1:
-        shown = ", ".join(f"{name} in {str(dtype)[6:]}" for dtype, name in kinds.items())
-        yield RuleError(
-            f"the trainable parameters of {type(model).__name__} have several dtypes ({shown}), "
-            "and one reduction sums one dtype.\n\nAdd bf16 or fp32, which keep float32 masters of "
-            "all, or convert the model to one dtype."
-        )
+from parallax.store.gather import from_rows, to_rows
+from parallax.store.precision import DTYPES, kept_of, policy_of, to_masters
 
 
 def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
@@ -85,7 +40,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     (model,) = draft.parts
     sharding, precision = plan[Sharding], plan[Precision]
     if precision.compute is not None:
-        _to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
+        to_masters(model, torch.float64 if precision.compute == "fp64" else torch.float32)
     # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
     loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     shared = plan.size() > 1 or precision.compute is not None
@@ -99,11 +54,11 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     drop = sharding.stage == 3
     options: dict[str, Any] = {"mesh": data, "ignored_params": set(loose)}
     units = units_of(model, sharding.units)
-    kept = _kept(model, precision.keep or ())
+    kept = kept_of(model, precision.keep or ())
     compute = DTYPES[precision.compute or "fp32"]
     wide = torch.float64 if compute == torch.float64 else torch.float32
     full = MixedPrecisionPolicy(param_dtype=wide, output_dtype=compute)
-    inner = _policy(precision, root=False)
+    inner = policy_of(precision, root=False)
     # Inner before outer: an outer call takes whatever is not yet taken.
     for name, module in sorted((units | kept).items(), key=lambda item: -item[0].count(".")):
         if _has_parameters(module, loose):
@@ -115,7 +70,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     fully_shard(
         model,
         reshard_after_forward=None if drop else False,
-        mp_policy=_policy(precision, root=True),
+        mp_policy=policy_of(precision, root=True),
         **options,
     )
     shards: list[FSDPModule] = [m for m in model.modules() if isinstance(m, FSDPModule)]
@@ -140,6 +95,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         "kept": list(kept),
         "batchnorm": normalised,
         "loose": len(loose),
+        "gathered": gather_in_fp8(model) if plan.size("data_shard") > 1 else {},
         "store": store,
     }
 
@@ -314,51 +270,6 @@ def _reset(root: FSDPModule, states: list[Any]) -> None:
             group.reshard()
 
 
-def _policy(precision: Precision, *, root: bool) -> MixedPrecisionPolicy:
-    if precision.compute is None:
-        return MixedPrecisionPolicy()
-    least = "fp64" if precision.compute == "fp64" else "fp32"
-    return MixedPrecisionPolicy(
-        param_dtype=DTYPES[precision.compute],
-        reduce_dtype=DTYPES[precision.reduce or least],
-        output_dtype=DTYPES[precision.outputs or least] if root else None,
-    )
-
-
-def _to_masters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Store trainable parameters in `dtype`. Frozen ones keep theirs: they are never updated."""
-    masters: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            trained = parameter.requires_grad and parameter.is_floating_point()
-            if not trained or parameter.dtype == dtype:
-                continue
-            # A new parameter, since a DTensor's dtype is also in its spec, which .data leaves
-            # behind; the same one under each name of a tie.
-            if parameter not in masters:
-                masters[parameter] = nn.Parameter(parameter.detach().to(dtype))
-            setattr(module, name, masters[parameter])
-
-
-def _kept(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that stay in float32. The model itself is none: that would be `fp32`."""
-    found = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        own = next(module.parameters(recurse=False), None) is not None
-        is_norm = "norms" in patterns and "norm" in kind.lower() and own
-        named = any(p == kind or matches(p, name) for p in patterns)
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if (
-            name
-            and has_forward
-            and (is_norm or named)
-            and next(module.parameters(), None) is not None
-        ):
-            found[name] = module
-    return found
-
-
 def _has_parameters(module: nn.Module, loose: list[nn.Parameter]) -> bool:
     skipped = {id(p) for p in loose}
     return any(id(p) not in skipped for p in module.parameters())
@@ -394,3 +305,61 @@ def _drop_after_inference(model: nn.Module, shards: list[FSDPModule]) -> None:
                 shard.reshard()
 
     model.register_forward_hook(reshard)
+
+
+def gather_in_fp8(model: nn.Module) -> dict[str, str]:
+    """Let the weights of float8 layers cross the ranks in float8.
+
+    A sharded parameter whose local tensor has `fsdp_pre_all_gather` and `fsdp_post_all_gather` says
+    itself what is gathered, an extension point of `fully_shard`. What comes out is the compute
+    dtype; the layer rounds it to float8 again, which changes nothing that its own scale can hold.
+
+    Returns:
+        The weights' names, with `"float8"` or why it is not.
+    """
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if not getattr(module, "gathers_fp8", False):
+            continue
+        weight = module.get_parameter("weight")
+        assert isinstance(weight, DTensor), "fully_shard made all its parameters DTensors"
+        part: Any = weight._local_tensor  # the very object that fully_shard asks
+        ranks = _ranks(weight)
+        if weight.shape[0] % ranks:
+            found[name] = f"{weight.shape[0]} rows do not divide by {ranks} ranks"
+            continue
+        found[name] = "float8"
+        part.fsdp_pre_all_gather = _Before(part)
+        part.fsdp_post_all_gather = _after
+    return found
+
+
+def _ranks(weight: DTensor) -> int:
+    """Ranks that cut the rows of a weight."""
+    sizes = zip(weight.device_mesh.shape, weight.placements, strict=True)
+    return math.prod(size for size, p in sizes if getattr(p, "dim", None) == 0)
+
+
+class _Before:
+    """What a rank gives to the gather."""
+
+    def __init__(self, part: Tensor) -> None:
+        self._part = part
+
+    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], tuple[()]]:
+        return to_rows(self._part), ()
+
+
+def _after(
+    outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
+) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    """What comes out of the gather."""
+    wide = from_rows(*outputs, dtype)
+    if out is None:
+        return wide, (wide,)
+    target = out.to_local() if isinstance(out, DTensor) else out
+    # Autograd saved this buffer in the forward, and would see a change; fully_shard's own copy out
+    # of a gather does the same.
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(target):
+        target.copy_(wide)
+    return None

@@ -62,8 +62,8 @@ class Scaler:
         """The scale for a backward that comes now."""
         scale = float(self._scale)
         if self._clean:
-            # Gradients were read or settled, and more are added: all must carry one scale. Powers of
-            # two, so nothing is rounded.
+            # Gradients were read or settled, and more are added: all must carry one scale. It is a
+            # power of two, so nothing is rounded.
             multiply_(self._draft.gradients().values(), scale)
             self._clean = False
         self._scaled = True
@@ -120,7 +120,7 @@ class Scaler:
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         raise StepError(
             f"the gradients of {', '.join(found[:8])}{more} are not finite although the loss scale "
-            f"is at its least, {float(self._scale):g}. Nothing was updated.\n\nNo scale cures this: "
-            "lower the learning rate, look at the batch and the loss, or use bf16, which has "
+            f"is at its least, {float(self._scale):g}. Nothing was updated.\n\nNo scale cures "
+            "this: lower the learning rate, look at the batch and the loss, or use bf16, which has "
             "float32's range."
         )

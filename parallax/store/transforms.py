@@ -20,7 +20,7 @@ STORE = Rewrite(
     "store",
     Phase.STORE,
     Late("parallax.store.lower:build"),
-    Late("parallax.store.lower:check"),
+    Late("parallax.store.precision:check"),
 )
 """Shards, casts and places all parameters."""
 
@@ -243,7 +243,7 @@ def _power_of_two(value: object) -> bool:
 
 
 def compress(gradients: Literal["fp8", "bf16", "full"]) -> Transform:
-    """Send gradients over the data axes in few bytes: rounded once, summed in the reduction's dtype.
+    """Send gradients over the data axes in few bytes: rounded once, then summed as ever.
 
     With mean gradient g of the ranks' g_r, and A the largest magnitude among the 256 elements that
     share a scale, each element is off by at most the mean over ranks of |g_r| / 256 for `"bf16"`,

@@ -33,12 +33,14 @@ class Member:
         draw: Given the factor of the world that is left, a strategy of what may be said.
         needs_plan: Whether the model must say how it is cut.
         without: Toy models it is refused on.
+        needs: What it must be composed with.
         needs_blocks: Whether the model must have repeated blocks.
     """
 
     draw: Callable[[int], st.SearchStrategy[Spoken]]
     needs_plan: bool = False
     without: tuple[str, ...] = ()
+    needs: str = ""
     needs_blocks: bool = False
 
 
@@ -100,6 +102,11 @@ TABLE: dict[str, Member] = {
         )
     ),
     "accumulate": Member(_accumulate, without=("ConvNet",)),
+    "fp8": Member(
+        _said("fp8(emulate=True)", "fp8('rowwise', emulate=True)"),
+        without=("ConvNet", "Mlp", "Reader"),  # whose sizes do not divide by 16
+        needs="bf16",
+    ),
     "ema": Member(_said("ema(0.9)", "ema(0.5, warmup=True)")),
     "remat": Member(
         _said("remat()", "remat(0.5)", "remat(budget='8MiB')", "remat(offload=True)"),
@@ -209,8 +216,10 @@ def cases(
         if name not in wanted:
             continue
         text, factor = draw(member.draw(left))
-        if (factor == 0 and opened) or _disagree(parts, text):
+        added = [member.needs] if member.needs and member.needs not in parts else []
+        if (factor == 0 and opened) or _disagree([*parts, *added], text):
             continue
+        parts += added
         opened |= factor == 0
         left //= factor or 1
         has_plan |= member.needs_plan

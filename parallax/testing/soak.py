@@ -36,6 +36,7 @@ SPOKEN = {
     "fp32": "fp32",
     "mixed_precision": "mixed_precision('bf16', reduce='bf16')",
     "fp16": "fp16",
+    "fp8": "fp8(emulate=True)",
     "compress": "compress('bf16')",
     "clip": "clip(1.0)",
     "accumulate": "accumulate(2)",

@@ -19,6 +19,8 @@ from parallax.core.transform import Transform, compose, override
 from parallax.errors import ParallaxError
 from parallax.store import compress, mixed_precision
 from parallax.store.facts import Compression, Precision
+from parallax.surgery import fp8
+from parallax.surgery.facts import Float8
 from parallax.testing import reference
 from parallax.testing.locate import locate
 from parallax.testing.record import Named, Record, Trial
@@ -130,6 +132,8 @@ def in_dtype(transform: Transform, dtype: Check) -> Transform:
         return transform
     if Compression in facts:
         transform = override(transform, compress("full"))
+    if Float8 in facts:
+        transform = override(transform, fp8("off"))
     if Precision in facts:
         transform = override(transform, mixed_precision(dtype, reduce=dtype, outputs=dtype))
     return transform

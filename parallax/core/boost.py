@@ -21,8 +21,8 @@ from parallax.core.phase import Phase
 from parallax.core.plan import ordered
 from parallax.core.probe import known_ways
 from parallax.core.rewrite import Draft, Room
-from parallax.core.step import Seen, StandIn, grad_of
 from parallax.core.slices import local
+from parallax.core.step import Seen, StandIn, grad_of
 from parallax.core.transform import OptimizerLike, Transform
 from parallax.core.tree import Boosted  # registered as a tree there
 from parallax.core.weigh import Weighing

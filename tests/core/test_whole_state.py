@@ -20,6 +20,7 @@ from parallax.testing import World, pool, toys
 from tests.core.test_all_optimizers import (
     CLOSE,
     PLAIN,
+    SENSITIVE,
     TABLE,
     apart,
     gpt,
@@ -322,3 +323,15 @@ def broken() -> tuple[str, bool]:
 
 def test_a_step_that_raises_restores_what_is_shown(world2: World) -> None:
     assert world2.run(broken) == [("TypeError", True)] * 2
+
+
+def test_the_page_on_optimizers_names_every_one_that_is_tested() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text().splitlines()
+    rows = [line.split("|")[1:5] for line in page if line.startswith("| ")]
+    wanted = [(n, way) for n, (_, way) in (TABLE | SENSITIVE).items()]
+    wanted += [(name, "refused") for name in REFUSED if name != "Counting"]
+    for spoken, way in wanted:
+        name = spoken.partition(",")[0].split()[-1]
+        ways = {w for w in way.split(" and ") if w in ("parts", "whole", "refused")}
+        found = [row for row in rows if name in row[0].replace(",", " ").split()]
+        assert any(all(w in row[2] for w in ways) for row in found), spoken

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
+import optree
 import torch
 from torch import nn
 
 from parallax.blocks.facts import Compilation, Recomputation
 from parallax.blocks.found import found, nested
-from parallax.blocks.lower import Unit, allow_graphs, recomputed_keeping
+from parallax.blocks.lower import Unit, allow_graphs, arrived, recomputed_keeping
 from parallax.blocks.transforms import REMAT
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
@@ -35,7 +36,7 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     with suppress(RuleError):  # of remat's wish, which its own check tells of
         other = found(model, plan[Recomputation].units) if REMAT in plan.rewrites else units
     if other and set(units) != set(other):
-        odd = next(iter(set(units) ^ set(other)))
+        odd = next(n for n in (*units, *other) if n not in units or n not in other)
         one, two = ("compile", "remat") if odd in units else ("remat", "compile")
         yield RuleError(
             f"compile and remat have different units: {odd} is one of {one}'s and none of "
@@ -60,51 +61,83 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
         "fullgraph": bool(fact.fullgraph),
         "dynamic": fact.dynamic,
     }
-    twins = _Twins()
+    forms = _Forms(options)
     for module in modules.values():
-        _compile(module, options, twins)
+        _compile(module, forms)
     return draft, Room(notes={"units": list(modules), **options})
 
 
-def _compile(module: nn.Module, options: dict[str, Any], twins: _Twins) -> None:
+def _compile(module: nn.Module, forms: _Forms) -> None:
     # The forward and not the module: module.compile() takes in the module's hooks, of which
     # fully_shard's cannot be traced, and the code of all classes' calls then shares one cache.
     unit = module.forward
     if not isinstance(unit, Unit):
-        module.forward = torch.compile(twins.of(unit), **options)
+        module.forward = forms.of(unit)
         return
     if unit.keep:
         # In a graph that broke nothing could be kept, and dynamo would run it uncompiled unasked.
-        whole = torch.compile(twins.of(recomputed_keeping), **options | {"fullgraph": True})
-        unit.kept = functools.partial(whole, unit.forward)
-    unit.forward = torch.compile(twins.of(unit.forward), **options)
+        whole = forms.function(recomputed_keeping, fullgraph=True)
+        unit.kept = Compiled(unit.forward, unit.forward, whole)
+    unit.forward = forms.of(unit.forward)
 
 
-class _Twins(dict[Any, Any]):
-    """Functions by what they are copies of, each with code of its own.
+class Compiled:
+    """A compiled function with its first argument. Copied with the module, it runs the copy.
 
-    Compiled forms are kept with the code they were made from, up to a limit, and are shared by all
-    that run it. Equal units of one model shall share them; units of another model, or of another
-    class with the same decorator around its forward, shall not use up the limit.
+    Args:
+        forward: What it stands for.
+        first: The first argument: the module.
+        function: The function, compiled.
     """
 
-    def __missing__(self, function: types.FunctionType) -> types.FunctionType:
-        twin = types.FunctionType(
-            function.__code__.replace(),
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        twin.__kwdefaults__ = function.__kwdefaults__
-        self[function] = functools.update_wrapper(twin, function)
-        del twin.__wrapped__  # it is no wrapper: nobody shall unwrap it
-        return twin
+    def __init__(self, forward: Any, first: Any, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._first = first
+        self._function = function
 
-    def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The copy of a function, or of a method's function; of other callables themselves."""
-        if isinstance(function, types.MethodType):
-            inner = function.__func__
-            own = isinstance(inner, types.FunctionType)
-            return types.MethodType(self[inner], function.__self__) if own else function
-        return self[function] if isinstance(function, types.FunctionType) else function
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it."""
+        call: Any = (args, kwargs)
+        there: Any = optree.tree_map(arrived, call, none_is_leaf=True)
+        return self._function(self._first, *there[0], **there[1])
+
+
+class _Forms:
+    """Compiled functions of one model, one for each function that its units' forwards are.
+
+    Compiled code is kept with the code it was made from, up to a limit, and is shared by all that
+    run it. So equal units share it; and since each function is given code of its own here, units of
+    another model, or of another class with the same decorator, do not use up the limit.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self._options = options
+        self._made: dict[Any, Callable[..., Any]] = {}
+
+    def function(self, function: types.FunctionType, **more: Any) -> Callable[..., Any]:
+        """A function, compiled."""
+        if function not in self._made:
+            options = self._options | more
+            self._made[function] = torch.compile(_twin(function), **options)
+        return self._made[function]
+
+    def of(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward, compiled."""
+        inner = getattr(forward, "__func__", None)
+        if isinstance(forward, types.MethodType) and isinstance(inner, types.FunctionType):
+            return Compiled(forward, forward.__self__, self.function(inner))
+        return torch.compile(forward, **self._options)
+
+
+def _twin(function: types.FunctionType) -> types.FunctionType:
+    """The same function with code of its own."""
+    twin = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    twin.__kwdefaults__ = function.__kwdefaults__
+    twin.__qualname__, twin.__module__ = function.__qualname__, function.__module__
+    return twin

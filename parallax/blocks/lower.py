@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+
+# What tensor parallelism hands on before it has arrived; it has no public name.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -91,7 +95,8 @@ class Unit:
     def _recomputed(self, args: Any, kwargs: Any) -> Any:
         # Flat, since checkpoint looks for devices whose random state to keep, and for inputs to
         # save, among positional tensors only; a unit may be called by keywords alone.
-        leaves, tree = optree.tree_flatten((args, kwargs), none_is_leaf=True)
+        call: Any = (args, kwargs)
+        leaves, tree = optree.tree_flatten(call, none_is_leaf=True)
         before = Before(self.module)
 
         def run(*leaves: Any) -> Any:
@@ -138,7 +143,9 @@ def _keep_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     name = op.name().partition(".")[0]
     # Sending again costs what sending costs; waiting again for what has arrived costs nothing.
     sent = name.startswith("_c10d_functional::") and not name.endswith(("wait_tensor", "_"))
-    return CheckpointPolicy.MUST_SAVE if sent or name in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+    return (
+        CheckpointPolicy.MUST_SAVE if sent or name in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+    )
 
 
 _keeping = functools.partial(create_selective_checkpoint_contexts, _keep_matmuls)
@@ -200,6 +207,27 @@ class Before:
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+class _Arrived(Function):
+    """A tensor that is on its way, once it is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: AsyncCollectiveTensor) -> Tensor:  # type: ignore[override]
+        return x.wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def arrived(x: Any) -> Any:
+    """A value as compiled code can take it.
+
+    A tensor on its way would be another kind of input, with a graph of its own, and its gradient
+    would pass by the collective that sent it.
+    """
+    return _Arrived.apply(x) if isinstance(x, AsyncCollectiveTensor) else x
 
 
 def allow_graphs(count: int) -> None:

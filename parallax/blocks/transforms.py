@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from parallax.blocks.facts import Compilation, Keep, Recomputation, Which
 from parallax.blocks.which import bytes_of
 from parallax.core.late import Late
@@ -182,7 +184,7 @@ def compile(  # noqa: A001  (what one says aloud, as torch does)
     return state(by, Compilation(backend=backend, **options), rewrites=(COMPILE,))
 
 
-def _share(fraction: object) -> float:
+def _share(fraction: Any) -> float:
     number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
     if not (number and 0 < fraction <= 1):
         raise ValueError(

@@ -37,11 +37,12 @@ class Trial:
         """Run a unit on inputs cut from the graph; leave random streams and buffers alone."""
         if unit.name in self.held:
             return
-        given = [x for x in optree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        call: Any = (args, kwargs)
+        given = [x for x in optree.tree_leaves(call) if isinstance(x, Tensor)]
         saved: list[Tensor] = []
         before = Before(unit.module)
         devices = sorted({x.device.index or 0 for x in given if x.is_cuda})
-        args, kwargs = optree.tree_map(_detached, (args, kwargs), none_is_leaf=True)
+        cut: Any = optree.tree_map(_detached, call, none_is_leaf=True)
 
         def note(x: Tensor) -> Tensor:
             saved.append(x)
@@ -52,7 +53,7 @@ class Trial:
             before.replay(),
             saved_tensors_hooks(note, lambda x: x),
         ):
-            out = unit.forward(*args, **kwargs)
+            out = unit.forward(*cut[0], **cut[1])
         own = {_storage(x)[0] for x in (*unit.module.parameters(), *unit.module.buffers())}
         self.held[unit.name] = _bytes(saved, own | self._seen[0], self._seen[0])
         waiting = [x for x in given if not (self._offloaded and x.requires_grad)]

@@ -19,7 +19,9 @@ def bytes_of(given: object) -> int | None:
     """
     if isinstance(given, int) and not isinstance(given, bool):
         return given if given > 0 else None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)", given) if isinstance(given, str) else None
+    found = (
+        re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKMGT]?i?B)", given) if isinstance(given, str) else None
+    )
     if found is None or found[2] not in _SIZES:
         return None
     return int(Fraction(found[1]) * _SIZES[found[2]]) or None

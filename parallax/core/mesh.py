@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +18,7 @@ from parallax.core.plan import Plan
 T = TypeVar("T")
 
 _MESHES: dict[tuple[object, str, tuple[int, ...]], DeviceMesh] = {}
+_PLACES: dict[tuple[DeviceMesh, str], tuple[int, int, dist.ProcessGroup]] = {}
 
 
 def device_type() -> str:
@@ -48,14 +48,18 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type)
 
 
-@lru_cache(maxsize=256)
 def axis_of(mesh: DeviceMesh, axis: str) -> tuple[int, int, dist.ProcessGroup]:
     """Size of an axis, this rank's place on it, and its group.
 
     Kept, since slicing a mesh costs a tenth of a millisecond and is asked for several times a step.
+    Not by lru_cache, of which torch.compile warns when it meets one.
     """
-    submesh = mesh[axis]
-    return submesh.size(), submesh.get_local_rank(), submesh.get_group()
+    known = _PLACES.get((mesh, axis))
+    if known is None:
+        submesh = mesh[axis]
+        known = submesh.size(), submesh.get_local_rank(), submesh.get_group()
+        _PLACES[mesh, axis] = known
+    return known
 
 
 def size_of(mesh: DeviceMesh, *axes: str) -> int:

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+# transforms
+from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.core.axes import Axes, Fill, layout
 
 # the algebra
@@ -28,9 +30,6 @@ from parallax.errors import (
 # the world
 from parallax.launch import launch, launch_from_torch
 from parallax.parse import parse
-
-# transforms
-from parallax.blocks import compile, remat  # noqa: A004  (what one says aloud)
 from parallax.step import accumulate, clip, ema, schedules
 from parallax.store import bf16, compress, dp, fp16, fp32, mixed_precision, shard_zero, zero
 from parallax.surgery import fp8
@@ -92,9 +91,9 @@ __all__ = [
     "compress",
     "dp",
     "ema",
+    "fp8",
     "fp16",
     "fp32",
-    "fp8",
     "launch",
     "launch_from_torch",
     "layout",

@@ -134,5 +134,11 @@ def _not_literal(node: ast.AST, text: str) -> ParallaxError:
 
 
 def _example(name: str) -> str:
-    examples = {"tp": "tp(2)", "zero": "zero(2)", "dp": "dp()", "clip": "clip(1.0)", "remat": "remat()"}
+    examples = {
+        "tp": "tp(2)",
+        "zero": "zero(2)",
+        "dp": "dp()",
+        "clip": "clip(1.0)",
+        "remat": "remat()",
+    }
     return examples.get(name, f"{name}(...)")

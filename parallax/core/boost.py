@@ -340,7 +340,7 @@ def _no_grad_yet(loss_fn: Any, batch: Any) -> Tensor:
     raise AssertionError("grad is set before the first build")
 
 
-def _any(reduce: bool, last: bool) -> None:
+def _any(reduce: bool, last: bool | None = None) -> None:
     """Nothing is reduced over data axes, so nothing can be put off."""
 
 

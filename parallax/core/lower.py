@@ -7,12 +7,13 @@ ones. Without them, a model of 300 parameters launches 300 kernels where one or 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
@@ -64,3 +65,24 @@ held: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 Not `to_local()`, which makes a new view of a parameter at each call (torch 2.13): whether
 fully_shard has put another tensor in its place could not be told by identity.
 """
+
+
+def lend_gradients(parameters: Sequence[DTensor], parts: Sequence[nn.Parameter]) -> None:
+    """Give each part its parameter's gradient, this rank's own share of it, without a copy."""
+    try:
+        for parameter, part in zip(parameters, parts, strict=True):
+            part.grad = parameter.grad._local_tensor  # pyright: ignore[reportAttributeAccessIssue, reportOptionalMemberAccess]
+    except AttributeError:  # some have no gradient, or one that is no DTensor
+        for parameter, part in zip(parameters, parts, strict=True):
+            grad = parameter.grad
+            part.grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def take_back_gradients(parts: Sequence[nn.Parameter]) -> None:
+    """Let the parts forget their gradients: a second owner would keep them alive."""
+    deque(map(setattr, parts, repeat("grad"), repeat(None)), maxlen=0)  # a loop, in C
+
+
+def moved(parameters: Sequence[DTensor], parts: Sequence[Tensor]) -> bool:
+    """Whether any parameter's local tensor is another than it was."""
+    return not all(map(is_, map(held, parameters), parts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], Any]
 Grad = Callable[[LossFn, Any], Tensor]
 Update = Callable[[], bool | Tensor | None]
-Sync = Callable[[bool, bool], None]
+
+
+class Sync(Protocol):
+    """See `Draft.sync`."""
+
+    def __call__(self, reduce: bool, last: bool | None = None) -> None:
+        """Say it of the next backward."""
+        ...
+
+
 Gradients = Callable[[], dict[str, Tensor]]
 Settle = Callable[[], None]
 Forget = Callable[[], None]
@@ -42,8 +51,9 @@ class Draft(NamedTuple):
         grad: `(loss_fn, batch) -> loss`: runs forward and backward and fills `.grad`.
         update: `() -> took place`: consumes `.grad` and changes the parameters. False, or a 0-dim
             bool tensor that is false, when it was skipped; None counts as true.
-        sync: `(reduce, last) -> None`: whether the next backward reduces gradients over the data
-            axes, and whether it is the last before an update, which waits for reductions to end.
+        sync: `(reduce, last=reduce) -> None`: whether the next backward reduces gradients over the
+            data axes, and whether it is the last before an update, which waits for reductions to
+            end.
         gradients: `() -> tensors`: this rank's parts of all gradients as they stand, reduced or
             not, to be changed in place; by name, with `"/unreduced"` behind it where they are kept
             elsewhere than in `.grad`.

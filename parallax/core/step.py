@@ -204,8 +204,14 @@ def loss_of(
         value, _, is_sum = read_loss(loss_fn(model, batch), batch)
     finally:
         hook.remove()
-    joined = [(out * 0).sum().to(value.dtype) for out in outputs if out.requires_grad]
+    joined = [_plain_sum(out * 0).to(value.dtype) for out in outputs if out.requires_grad]
     return (torch.stack(joined).sum() if joined else value * 0.0), 0.0, is_sum
+
+
+def _plain_sum(out: Tensor) -> Tensor:
+    """A sum that is no DTensor, also of logits that were left cut."""
+    total = out.sum()
+    return total.full_tensor() if isinstance(total, DTensor) else total
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallax.core.lower import held
+from parallax.core.lower import held, lend_gradients, moved, take_back_gradients
 from parallax.core.probe import Way, find_ways, optimizer_fault
 from parallax.core.slices import like, local
 from parallax.core.whole import Exchange, stepped_whole
@@ -28,30 +28,28 @@ Entries = dict[str, Any]
 
 
 class _Steady:
-    """Whether rows of state are the very ones, of the very values, that they were.
+    """Whether the values of a state are the very ones that they were.
 
     One pass in C, where a look-up of each parameter would cost more than a fused step does.
     """
 
+    _END = object()
+
     def __init__(self) -> None:
-        self._rows: list[Any] = [None]
-        self._values: list[Any] = []
+        self._values: list[Any] | None = None
 
     def __call__(self, state: Any) -> bool:
-        rows = self._rows
-        return (
-            len(state) == len(rows)
-            and all(map(is_, state.values(), rows))
-            and sum(map(len, rows)) == len(self._values)
-            and all(map(is_, chain.from_iterable(map(dict.values, rows)), self._values))
-        )
+        if self._values is None:
+            return False
+        # The mark at the end tells a state with more or fewer values apart.
+        now = chain(chain.from_iterable(map(dict.values, state.values())), (self._END,))
+        return all(map(is_, now, self._values))
 
     def note(self, state: Any) -> None:
-        """Remember how things are; rows that are no dicts are never steady."""
-        rows = list(state.values())
-        plain = all(isinstance(row, dict) for row in rows)
-        self._rows = rows if plain else [None]
-        self._values = [v for row in rows for v in row.values()] if plain else []
+        """Remember how things are; a state with rows that are no dicts is never steady."""
+        self._values = None
+        if all(isinstance(row, dict) for row in state.values()):
+            self._values = [v for row in state.values() for v in row.values()] + [self._END]
 
 
 class _Cut:
@@ -155,6 +153,7 @@ class Binding:
         self._extras: list[Any] = []
         self._used: defaultdict[Any, Any] = defaultdict(dict)
         self._shown_before, self._used_before = _Steady(), _Steady()
+        self._steady = False
         self._read()
 
     def _read(self) -> None:
@@ -208,6 +207,9 @@ class Binding:
             [s.part if isinstance(s, _Cut) else s for s in row if not isinstance(s, str)]
             for row in self._stepped
         ]
+        self._sharded = [c.parameter for c in self._cuts]
+        self._bases = [c.base for c in self._cuts]
+        self._parts = [c.part for c in self._cuts]
         self._ids = {id(p) for p in self._plain} | {id(c.part) for c in self._cuts}
 
     @torch.no_grad()
@@ -237,8 +239,7 @@ class Binding:
             optimizer.state = shown
             for group, params in zip(groups, given, strict=True):
                 group["params"] = params
-            for c in self._cuts:  # the parameter owns the gradient; a second owner keeps it alive
-                c.part.grad = None
+            take_back_gradients(self._parts)
             rows = {name: used.pop(whole, None) for name, whole in standing.items()}
         self._send_back(shown, standing, rows)
         self._show(shown)
@@ -246,20 +247,18 @@ class Binding:
     def _take(self, shown: Any) -> defaultdict[Any, Any]:
         """This rank's parts with their gradients, and the state as it is used."""
         used = self._used
-        moved = False
-        for c in self._cuts:
-            parameter = c.parameter
-            base = held(parameter)
-            if base is not c.base:  # fully_shard swaps it once, when it pads on the first forward
-                used.pop(c.part, None)
-                c.base, c.part, moved = base, _plain(base, parameter), True
-                if c.used is not None:
-                    used[c.part] = c.used
-            grad = parameter.grad
-            c.part.grad = held(grad) if isinstance(grad, DTensor) else grad
-        if moved:
+        if moved(self._sharded, self._bases):  # fully_shard pads once, on the first forward
+            for c in self._cuts:
+                base = held(c.parameter)
+                if base is not c.base:
+                    used.pop(c.part, None)
+                    c.base, c.part = base, _plain(base, c.parameter)
+                    if c.used is not None:
+                        used[c.part] = c.used
             self._list()
-        if self._exchange is not None or not self._shown_before(shown):
+        lend_gradients(self._sharded, self._parts)
+        self._steady = self._exchange is None and self._shown_before(shown)
+        if not self._steady:
             self._adopt(shown)
         return used
 
@@ -343,7 +342,7 @@ class Binding:
     def _show(self, shown: Any) -> None:
         """Show the state that the optimizer has made new, or changed other than in place."""
         used = self._used
-        if self._used_before(used) and self._shown_before(shown):
+        if self._steady and self._used_before(used):  # and nobody saw `shown` in between
             return
         seen = len(self._extras)
         for c in self._cuts:

@@ -72,10 +72,10 @@ class Windows:
         # others.
         self._named = draft.names.parameters_of(*draft.parts)
 
-    def sync(self, reduce: bool, last: bool) -> None:
+    def sync(self, reduce: bool, last: bool | None = None) -> None:
         """What the surroundings want: of the last part's backward."""
-        self._outside = (reduce, last)
-        self._draft.sync(reduce, last)
+        self._outside = (reduce, reduce if last is None else last)
+        self._draft.sync(*self._outside)
 
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The gradient of a whole batch, or of a window of micro-batches."""

@@ -139,8 +139,8 @@ def _fits(name: str, steps: int, floor: float, **parts: int) -> None:
     if sum(parts.values()) > steps or steps == 0:
         listed = " and ".join(f"{key}={value}" for key, value in parts.items())
         raise ValueError(
-            f"{name} was given {listed} of steps={steps} updates. Give steps={sum(parts.values()) or 1} "
-            "or more."
+            f"{name} was given {listed} of steps={steps} updates. Give "
+            f"steps={sum(parts.values()) or 1} or more."
         )
     if not 0 <= floor <= 1:
         raise ValueError(

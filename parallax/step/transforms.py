@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from parallax.core.late import Late
 from parallax.core.phase import Phase
@@ -82,7 +83,7 @@ def clip(
     return state(by, fact, rewrites=(CLIP,))
 
 
-def _positive(name: str, bound: object) -> None:
+def _positive(name: str, bound: Any) -> None:
     number = isinstance(bound, int | float) and not isinstance(bound, bool)
     if bound is not None and not (number and 0 < bound < math.inf):
         raise ValueError(

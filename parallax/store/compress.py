@@ -122,5 +122,7 @@ def _exchange(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = torch.empty((group.size(), *row.shape[1:]), dtype=row.dtype, device=row.device)
-    dist.all_gather_into_tensor(out, row.contiguous(), group=group)
+    # torch 2.13's name for it; the old one warns there.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(out, row.contiguous(), group=group)
     return out

@@ -80,6 +80,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     store = Store(
         shards, loose, dict(model.named_parameters()), draft.mesh, hold=sharding.stage in (None, 1)
     )
+    model.register_forward_hook(lambda *_: store.rouse())
     before, forget_inner, reduced = draft.settle, draft.forget, draft.gradients
 
     def settle() -> None:
@@ -140,20 +141,39 @@ class Store:
         self._loose = loose
         self._mesh = mesh
         self._window = False
+        self._reduce = True
+        self._asleep = list(shards)
         skipped = {id(p) for p in loose}
         self._trained = {
             name: p for name, p in named.items() if id(p) not in skipped and p.requires_grad
         }
         self._hold = hold
 
-    def sync(self, reduce: bool, last: bool) -> None:
+    def sync(self, reduce: bool, last: bool | None = None) -> None:
         """Whether the next backward reduces gradients, and whether it waits until that is done."""
-        root = self._root
+        root, last = self._root, reduce if last is None else last
         self._window |= not reduce
         root.set_requires_gradient_sync(reduce)
         root.set_is_last_backward(last)
         if self._hold:
             root.set_reshard_after_backward(last)
+        self._reduce = reduce
+
+    def rouse(self) -> None:
+        """After a forward whose gradients are not reduced: leave out what was never gathered.
+
+        torch looks for the gradient of the gathered parameter there, which a unit that no forward
+        ever ran does not have.
+        """
+        if self._reduce or not self._asleep:
+            return
+        asleep = []
+        for module in self._asleep:
+            group = module._get_fsdp_state()._fsdp_param_group
+            never = group and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params)
+            module.set_requires_gradient_sync(bool(never), recurse=False)
+            asleep += [module] if never else []
+        self._asleep = asleep
 
     def gradients(self) -> dict[str, Tensor]:
         """Whole gradients that wait for their reduction, by name."""
@@ -180,7 +200,7 @@ class Store:
                 if unreduced is None and hasattr(held, "_unsharded_param"):
                     unreduced = held._unsharded_param.grad
                 if unreduced is not None:
-                    yield held._param_fqn, local(unreduced)
+                    yield held._param_fqn or "a parameter", local(unreduced)
 
     def _refuse_unreduced(self) -> None:
         for name, _ in self._unreduced():
@@ -354,7 +374,8 @@ def _after(
     outputs: tuple[Tensor, ...], metadata: Any, dtype: torch.dtype, *, out: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
     """What comes out of the gather."""
-    wide = from_rows(*outputs, dtype)
+    small, scales = outputs
+    wide = from_rows(small, scales, dtype)
     if out is None:
         return wide, (wide,)
     target = out.to_local() if isinstance(out, DTensor) else out

@@ -237,7 +237,7 @@ def _scales(compute: str, powers: dict[str, float | None], interval: int | None)
         )
 
 
-def _power_of_two(value: object) -> bool:
+def _power_of_two(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and 0 < value < math.inf and math.frexp(value)[0] == 0.5
 

@@ -52,11 +52,11 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
                 f"keep={pattern!r} matches no module of {type(model).__name__}.\n\nName a layer or "
                 "a pattern of names."
             )
-    chosen, _ = _choose(model, said)
+    chosen, _ = _choose(model, said, plan)
     if not chosen:
         yield RuleError(
             f"{by} finds no layer to convert in {type(model).__name__}: an nn.Linear inside it "
-            f"whose two sizes divide by {DIVISOR}"
+            f"whose two sizes divide by {_divisor(plan)}"
             + (f" and are {said.least} or more" if said.least else "")
             + ".\n\nLeave it out, or choose sizes that divide."
         )
@@ -68,7 +68,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     (model,) = draft.parts
     if said.recipe == "off":
         return draft, Room(notes={"converted": [], "left": {}})
-    chosen, left = _choose(model, said)
+    chosen, left = _choose(model, said, plan)
     _convert(model, chosen, said)
     counts: dict[int, int] = {}
     for module in model.modules():
@@ -81,7 +81,14 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     return draft, Room(notes={"converted": list(chosen), "left": left})
 
 
-def _choose(model: nn.Module, said: Float8) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+def _divisor(plan: Plan) -> int:
+    """What sizes must divide by, so that a tensor rank's part of either still does by 16."""
+    return DIVISOR * plan.size("tp")
+
+
+def _choose(
+    model: nn.Module, said: Float8, plan: Plan
+) -> tuple[dict[str, nn.Linear], dict[str, str]]:
     """The layers to convert, and why others are not, by name."""
     chosen: dict[str, nn.Linear] = {}
     left: dict[str, str] = {}
@@ -95,8 +102,8 @@ def _choose(model: nn.Module, said: Float8) -> tuple[dict[str, nn.Linear], dict[
             left["the model"] = "is one layer, with nothing around it to put another into"
         elif any(matches(pattern, name) for pattern in said.keep or ()):
             left[name] = "is kept"
-        elif any(size % DIVISOR for size in sizes):
-            left[name] = f"has sizes {sizes}, which do not divide by {DIVISOR}"
+        elif any(size % _divisor(plan) for size in sizes):
+            left[name] = f"has sizes {sizes}, which do not divide by {_divisor(plan)}"
         elif min(sizes) < (said.least or 1):
             left[name] = f"has sizes {sizes}, below {said.least}"
         else:
@@ -111,6 +118,7 @@ def _convert(model: nn.Module, chosen: dict[str, nn.Linear], said: Float8) -> No
         Float8LinearConfig.from_recipe_name(said.recipe or "tensorwise"),
         emulate=bool(said.emulate),
         round_scales_to_power_of_2=True,
+        pad_inner_dim=True,  # for a number of tokens that does not divide; others cost nothing
     )
     convert_to_float8_training(
         model, module_filter_fn=lambda module, name: name in chosen, config=config

@@ -28,10 +28,11 @@ def fp8(
 ) -> Transform:
     """Multiply in float8 where it pays, with bfloat16 elsewhere (arXiv:2209.05433), by torchao.
 
-    Every `nn.Linear` whose two sizes divide by 16, the kernels' rule, rounds its input, weight and
-    output gradient before each product and scales the result; `boosted.rooms["fp8"]` lists which do
-    and which do not. Master weights, gradients and everything else are as without. Compose it with
-    `bf16`. Scales are powers of two, so that rounding what was rounded already changes nothing.
+    Every `nn.Linear` whose two sizes divide by 16 (under `tp(n)` by 16 n), the kernels' rule,
+    rounds its input, weight and output gradient before each product and scales the result;
+    `boosted.rooms["fp8"]` lists which do and which do not. Master weights, gradients and everything
+    else are as without. Compose it with `bf16`. Scales are powers of two, so that rounding what was
+    rounded already changes nothing.
 
     With `zero` of more than one rank, weights cross the ranks in float8, each row with a scale of
     its own, and come out in bfloat16: those that shard evenly and are tied to nothing.

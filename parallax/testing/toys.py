@@ -277,3 +277,10 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     """SGD with momentum over all parameters, frozen ones too."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def adafactor(model: nn.Module) -> torch.optim.Optimizer:
+    """Adafactor, whose update of a matrix depends on the whole matrix."""
+    # torch's divides by the number of elements.
+    rows = [p for p in model.parameters() if p.requires_grad and p.numel()]
+    return torch.optim.Adafactor(rows, lr=0.02)

@@ -18,6 +18,7 @@ from parallax import (
     clip,
     compose,
     dp,
+    mixed_precision,
     tp,
     zero,
 )
@@ -104,7 +105,7 @@ def reductions(transform: Transform) -> tuple[int, int]:
         for name in (scatter, "all_reduce"):
             real = wrapped[name] = getattr(dist, name)
 
-            def counting(*args: Any, real: Any = real, **kwargs: Any) -> Any:
+            def counting(*args: Any, real: Any = real, seen: Any = seen, **kwargs: Any) -> Any:
                 tensor = args[0] if args else kwargs["output"]
                 seen[0] += tensor.numel() > 2  # losses and norms are one or two numbers
                 return real(*args, **kwargs)
@@ -268,8 +269,11 @@ def test_unlike_windows_are_refused_on_every_rank(world2: World) -> None:
     assert (
         world2.run(uneven)
         == [
-            "accumulate(2) was given windows of 1, 2 micro-batches, by rank.\n\nGive every rank the "
-            "same number, from 1 to 2."
+            (
+                "accumulate(2) was given windows of 1, 2 micro-batches, by rank.\n\nGive every "
+                "rank the "
+                "same number, from 1 to 2."
+            )
         ]
         * 2
     )
@@ -327,9 +331,35 @@ def test_pairs_over_gradients_that_wait_are_refused(world2: World) -> None:
     assert (
         world2.run(waiting)
         == [
-            "a window of micro-batches with a loss of pairs (sum, count) was run while gradients from "
-            "before wait for their reduction, inside no_sync(): the window's count is known at its end "
-            "only.\n\nLeave no_sync() out: accumulate reduces as seldom by itself."
+            (
+                "a window of micro-batches with a loss of pairs (sum, count) was run while "
+                "gradients from "
+                "before wait for their reduction, inside no_sync(): the window's count is known "
+                "at its end "
+                "only.\n\nLeave no_sync() out: accumulate reduces as seldom by itself."
+            )
         ]
         * 2
     )
+
+
+def unused_unit(transform: Transform) -> int:
+    torch.manual_seed(0)
+    model = toys.Gpt(unused=True, counts=False)
+    boosted = transform(model, toys.momentum(model))
+    for step in range(2):
+        boosted.train_step(toys.next_token, boosted.shard(toys.tokens(6, step)))
+        with boosted.no_sync():
+            total, count = toys.next_token(boosted.model, boosted.shard(toys.tokens(4)))
+            boosted.backward(total, count=count)
+        boosted.zero_grad()
+    return boosted.step
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_unit_that_no_forward_runs_is_left_out(stage: Any, world2: World) -> None:
+    said = compose(
+        zero(stage, units="Linear"), mixed_precision("bf16"), accumulate(3, reduce="step")
+    )
+    assert world2.run(unused_unit, said) == [2, 2]

@@ -273,7 +273,7 @@ def test_or_is_skipped(poison: float, order: Any, world2: World) -> None:
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_or_is_taken_as_zero(poison: float, world2: World) -> None:
     rows = world2.run(poisoned, compose(zero(3), clip(1.0, nonfinite="zero")), poison)
-    for text, same, took_place, step in rows:
+    for text, _, took_place, step in rows:
         assert (text, took_place, step) == ("", True, 2)
     assert not rows[0][1]  # momentum goes on
 
@@ -297,7 +297,7 @@ def test_a_rank_that_decides_alone_would_be_seen(world2: World) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: clip(), "clip was given no bound. Give max_norm, or value=, or both."),
+        (clip, "clip was given no bound. Give max_norm, or value=, or both."),
         (
             lambda: clip(1.0, norm_type=3),
             "clip was given norm_type=3. Choose one of 2, 'inf'.",
@@ -308,8 +308,11 @@ def test_a_rank_that_decides_alone_would_be_seen(world2: World) -> None:
         ),
         (
             lambda: clip(value=-1),
-            "clip was given value=-1. Give a positive number; to leave gradients as they are, leave "
-            "clip out.",
+            (
+                "clip was given value=-1. Give a positive number; to leave gradients as they "
+                "are, leave "
+                "clip out."
+            ),
         ),
     ],
 )

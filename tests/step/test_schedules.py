@@ -88,13 +88,19 @@ def test_they_are_transformers_schedules() -> None:
         ),
         (
             lambda: schedules.linear(sgd(), steps=5, floor=2.0),
-            "linear was given floor=2.0. Give the share of the learning rate that is left at the "
-            "end, from 0 to 1.",
+            (
+                "linear was given floor=2.0. Give the share of the learning rate that is left at "
+                "the "
+                "end, from 0 to 1."
+            ),
         ),
         (
             lambda: schedules.inverse_sqrt(sgd(), warmup=0),
-            "inverse_sqrt was given warmup=0, and its decay is measured by the warm-up. Give one "
-            "update at least.",
+            (
+                "inverse_sqrt was given warmup=0, and its decay is measured by the warm-up. Give "
+                "one "
+                "update at least."
+            ),
         ),
     ],
 )

@@ -153,9 +153,13 @@ def test_what_no_scale_cures_is_an_error_with_names(world2: World) -> None:
     assert (
         world2.run(at_the_least_scale)
         == [
-            "the gradients of weight, bias are not finite although the loss scale is at its least, 1. "
-            "Nothing was updated.\n\nNo scale cures this: lower the learning rate, look at the batch "
-            "and the loss, or use bf16, which has float32's range."
+            (
+                "the gradients of weight, bias are not finite although the loss scale is at its "
+                "least, 1. "
+                "Nothing was updated.\n\nNo scale cures this: lower the learning rate, look at "
+                "the batch "
+                "and the loss, or use bf16, which has float32's range."
+            )
         ]
         * 2
     )
@@ -201,28 +205,41 @@ def test_the_scale_comes_back_from_files(world2: World, tmp_path: Path) -> None:
     [
         (
             {"compute": "bf16", "scale": 8},
-            "mixed_precision('bf16') was given scale, and only fp16 scales the loss: bf16 holds "
-            "small gradients as they are. Leave it out, or use fp16.",
+            (
+                "mixed_precision('bf16') was given scale, and only fp16 scales the loss: bf16 "
+                "holds "
+                "small gradients as they are. Leave it out, or use fp16."
+            ),
         ),
         (
             {"compute": "fp16", "scale": 1000},
-            "mixed_precision was given scale=1000. Give a power of two, so that scaling rounds "
-            "nothing: 1024, 0.5, ...",
+            (
+                "mixed_precision was given scale=1000. Give a power of two, so that scaling rounds "
+                "nothing: 1024, 0.5, ..."
+            ),
         ),
         (
             {"compute": "fp16", "scale": 8, "min_scale": 16},
-            "mixed_precision was given the loss scale 8, from 16 to 1.67772e+07. Give min_scale <= "
-            "scale <= max_scale.",
+            (
+                "mixed_precision was given the loss scale 8, from 16 to 1.67772e+07. Give "
+                "min_scale <= "
+                "scale <= max_scale."
+            ),
         ),
         (
             {"compute": "fp16", "growth": 0.5},
-            "mixed_precision was given growth=0.5 and backoff=None. Give a growth above 1 and a "
-            "backoff below 1.",
+            (
+                "mixed_precision was given growth=0.5 and backoff=None. Give a growth above 1 "
+                "and a "
+                "backoff below 1."
+            ),
         ),
         (
             {"compute": "fp16", "growth_interval": 0},
-            "mixed_precision was given growth_interval=0. Give a whole number of updates, 1 or "
-            "more.",
+            (
+                "mixed_precision was given growth_interval=0. Give a whole number of updates, 1 or "
+                "more."
+            ),
         ),
     ],
 )

@@ -288,18 +288,28 @@ def test_layers_are_chosen_by_name_and_size() -> None:
     [
         (
             compose(bf16, fp8()),
-            "fp8() needs hardware that multiplies in float8 (NVIDIA from compute capability 8.9), "
-            "and this rank runs on a CPU.\n\nLeave it out, or try its rounding with emulate=True.",
+            (
+                "fp8() needs hardware that multiplies in float8 (NVIDIA from compute capability "
+                "8.9), "
+                "and this rank runs on a CPU.\n\nLeave it out, or try its rounding with "
+                "emulate=True."
+            ),
         ),
         (
             compose(fp16, fp8(emulate=True)),
-            "fp8(emulate=True) multiplies in float8 with bfloat16 elsewhere, and the composition "
-            "computes in fp16.\n\nCompose it with bf16.",
+            (
+                "fp8(emulate=True) multiplies in float8 with bfloat16 elsewhere, and the "
+                "composition "
+                "computes in fp16.\n\nCompose it with bf16."
+            ),
         ),
         (
             compose(zero(2), fp8(emulate=True)),
-            "fp8(emulate=True) multiplies in float8 with bfloat16 elsewhere, and the composition "
-            "computes in the dtype of the model.\n\nCompose it with bf16.",
+            (
+                "fp8(emulate=True) multiplies in float8 with bfloat16 elsewhere, and the "
+                "composition "
+                "computes in the dtype of the model.\n\nCompose it with bf16."
+            ),
         ),
         (
             compose(bf16, fp8(emulate=True, keep="hed")),
@@ -307,9 +317,13 @@ def test_layers_are_chosen_by_name_and_size() -> None:
         ),
         (
             compose(bf16, fp8(emulate=True, min_size=4096)),
-            "fp8(min_size=4096, emulate=True) finds no layer to convert in Net: an nn.Linear inside "
-            "it whose two sizes divide by 16 and are 4096 or more.\n\nLeave it out, or choose sizes "
-            "that divide.",
+            (
+                "fp8(min_size=4096, emulate=True) finds no layer to convert in Net: an nn.Linear "
+                "inside "
+                "it whose two sizes divide by 16 and are 4096 or more.\n\nLeave it out, or "
+                "choose sizes "
+                "that divide."
+            ),
         ),
     ],
     ids=repr,

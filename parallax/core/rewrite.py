@@ -90,12 +90,15 @@ class Room:
         restart: Puts the state back to its beginning: called where a checkpoint holds none for it,
             because the run that saved it was composed without this rewrite.
         skips: Whether its update may leave an update out.
+        busy: Where the pair is, while it must be neither saved nor loaded into, as an error says
+            it: `"inside boosted.averaged()"`.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
     restart: Callable[[], None] | None = None
     skips: bool = False
+    busy: str = ""
 
 
 def no_faults(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:

@@ -117,6 +117,7 @@ class State:
             CheckpointError: The source is missing, damaged, or does not fit.
         """
         self._live("load_")
+        self._free("load_")
         if not isinstance(source, State):
             LOAD_(self, source)
             return
@@ -140,6 +141,7 @@ class State:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
         self._live("save")
+        self._free("save")
         SAVE(self, directory)
 
     @torch.no_grad()
@@ -198,6 +200,14 @@ class State:
                 f"{verb} was called on a snapshot, which holds tensors and trains nothing.\n\n"
                 "Call it on the boosted pair; boosted.load_(snapshot) writes the snapshot back."
             )
+
+    def _free(self, verb: str) -> None:
+        for room in self.rooms.values():
+            if room.busy:
+                raise StepError(
+                    f"{verb} was called {room.busy}, where parameters are not what training goes "
+                    "on from.\n\nLeave the block first."
+                )
 
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:

@@ -90,6 +90,7 @@ class Average:
             average.copy_(part)
             part.copy_(kept)
         self.swapped = not self.swapped
+        self.room.busy = "inside boosted.averaged()" if self.swapped else ""
 
 
 def _wide(part: Tensor) -> Tensor:

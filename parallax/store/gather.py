@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,14 +12,14 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 def to_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round `[out, in]` to bytes of float8, with a power of two `[out]` that each row is times."""
-    largest = weight.detach().float().abs().amax(1)
-    fits = torch.where(largest > 0, largest / LARGEST, 1.0)
-    scales = torch.exp2(torch.ceil(torch.log2(fits)))
-    small = (weight.detach().float() / scales[:, None]).to(torch.float8_e4m3fn)
+    weight = weight.detach().float()
+    # With m in [1/2, 1) and largest / 448 = m x 2^e, a row divided by 2^e stays below 448.
+    _, exponents = torch.frexp(torch.linalg.vector_norm(weight, math.inf, 1) / LARGEST)
+    scales = torch.ldexp(torch.ones_like(weight[:, 0]), exponents)
+    small = (weight / scales[:, None]).to(torch.float8_e4m3fn)
     return small.view(torch.uint8), scales
 
 
 def from_rows(small: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `to_rows` rounded."""
-    wide = small.view(torch.float8_e4m3fn).to(torch.float32) * scales[:, None]
-    return wide.to(dtype)
+    """What `to_rows` rounded; the product rounds nothing in bfloat16 or wider."""
+    return small.view(torch.float8_e4m3fn).to(dtype) * scales[:, None].to(dtype)

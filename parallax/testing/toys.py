@@ -283,4 +283,5 @@ def adafactor(model: nn.Module) -> torch.optim.Optimizer:
     """Adafactor, whose update of a matrix depends on the whole matrix."""
     # torch's divides by the number of elements.
     rows = [p for p in model.parameters() if p.requires_grad and p.numel()]
-    return torch.optim.Adafactor(rows, lr=0.02)
+    # Its first epsilon would follow the dtype, which is another optimizer in another precision.
+    return torch.optim.Adafactor(rows, lr=0.02, eps=(1e-6, 1e-3))

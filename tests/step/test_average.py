@@ -148,6 +148,13 @@ def test_misuse_is_refused() -> None:
             "an update was asked for inside boosted.averaged(), where the model holds the averaged "
             "weights.\n\nLeave the block first."
         )
+        for verb in (boosted.save, boosted.load_):
+            with pytest.raises(StepError) as caught:
+                verb("nowhere")
+            assert str(caught.value) == (
+                f"{verb.__name__} was called inside boosted.averaged(), where parameters are not "
+                "what training goes on from.\n\nLeave the block first."
+            )
     bare = compose()(nn.Linear(2, 1))
     with pytest.raises(StepError) as caught, bare.averaged():
         pass

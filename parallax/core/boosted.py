@@ -141,10 +141,16 @@ class Boosted(State):
         self._live("attach")
         return ATTACH(self, scheduler, per=per)
 
-    def averaged(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
         """Within it the model computes with the averaged weights; see `parallax.ema`."""
         self._live("averaged")
-        return AVERAGED(self)
+        self._draft.settle()  # what a forward left gathered would be used again
+        with AVERAGED(self):
+            try:
+                yield
+            finally:
+                self._draft.settle()
 
     @property
     def grads(self) -> dict[str, Tensor]:

@@ -85,6 +85,8 @@ class Windows:
             return draft.grad(loss_fn, to_device(parts[0], device))
         reduce, last = self._outside
         waiting = any(key.endswith("/unreduced") for key in draft.gradients())
+        if draft.weighing.scale is not None:
+            draft.weighing.scale()  # so that what is put aside carries the scale of what will come
         before = self._put_aside()
         window = draft.weighing.window = Window(draft.mesh, sum(map(_weight, parts)))
         try:

@@ -52,11 +52,12 @@ def attach(boosted: Boosted, scheduler: Any, *, per: str = "update") -> Any:
     boosted.attached[id(scheduler)] = scheduler
     if per == "epoch":
         return scheduler
-    own = scheduler.step
+    kind = type(scheduler)
 
-    def step(*args: Any, **options: Any) -> None:
+    def step(self: Any, *args: Any, **options: Any) -> None:
         if boosted.took_place:
-            own(*args, **options)
+            kind.step(self, *args, **options)
 
-    scheduler.step = step
+    # A class of the same name, since state_dict() takes everything that is set on the object.
+    scheduler.__class__ = type(kind.__name__, (kind,), {"step": step, "__doc__": kind.__doc__})
     return scheduler

@@ -31,13 +31,14 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
 def on_device_guard(draft: Draft) -> bool:
     """Whether the optimizer's own kernels can leave an update out without the host knowing.
 
-    torch's fused optimizers read `found_inf` in the kernel: that is how GradScaler skips steps.
+    torch's fused optimizers read `found_inf` in the kernel: that is how GradScaler skips steps. SGD
+    is none of these: a momentum whose first step is left out is never written, and used next time.
     """
     optimizer = draft.optimizer
     return (
         optimizer is not None
         and draft.mesh.device_type == "cuda"
-        and getattr(optimizer, "_step_supports_amp_scaling", False)
+        and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and all(group.get("fused") for group in optimizer.param_groups)
     )
 

@@ -45,9 +45,9 @@ def clip(
 
     Cost:
         One read of the gradients, one all-reduce of one number, one scaling. The host waits for
-        nothing where the optimizer is one of torch's fused ones, or with `nonfinite="zero"` (which
-        costs one kernel a gradient); otherwise it reads one number on GPUs to learn whether the
-        norm is finite. A fused optimizer leaves a bad update out by itself; with `"raise"` the
+        nothing where the optimizer is torch's fused Adam or AdamW, or with `nonfinite="zero"`
+        (which costs one kernel a gradient); otherwise it reads one number on GPUs to learn whether
+        the norm is finite. A fused optimizer leaves a bad update out by itself; with `"raise"` the
         error then comes with the next update.
 
     Args:

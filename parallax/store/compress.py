@@ -16,6 +16,7 @@ from torch import Tensor
 BLOCK = 256
 """Elements that share a scale."""
 
+TINY = torch.finfo(torch.float32).tiny
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 Packed = tuple[Tensor, ...]
@@ -35,8 +36,8 @@ def to_fp8(rows: Tensor) -> Packed:
     padded = torch.nn.functional.pad(rows, (0, blocks * BLOCK - rows.shape[1]))
     padded = padded.view(rows.shape[0], blocks, BLOCK)
     largest = padded.abs().amax(2).float()
-    # A block of zeros needs no scale. What is not finite stays so: the scale is not finite then.
-    scales = torch.where(largest > 0, largest / LARGEST, 1.0)
+    # What is not finite stays so, since its scale is not: the cast alone would give 448.
+    scales = torch.where(largest < TINY, TINY, largest / LARGEST).clamp(min=TINY)
     small = (padded.float() / scales[..., None]).to(torch.float8_e4m3fn)
     return small.view(rows.shape[0], blocks * BLOCK).view(torch.uint8), scales
 

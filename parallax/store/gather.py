@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+TINY = torch.finfo(torch.float32).tiny
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -14,8 +15,11 @@ def to_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Round `[out, in]` to bytes of float8, with a power of two `[out]` that each row is times."""
     weight = weight.detach().float()
     # With m in [1/2, 1) and largest / 448 = m x 2^e, a row divided by 2^e stays below 448.
-    _, exponents = torch.frexp(torch.linalg.vector_norm(weight, math.inf, 1) / LARGEST)
-    scales = torch.ldexp(torch.ones_like(weight[:, 0]), exponents)
+    largest = torch.linalg.vector_norm(weight, math.inf, 1) / LARGEST
+    _, exponents = torch.frexp(largest)
+    scales = torch.ldexp(torch.ones_like(largest), exponents).clamp(min=TINY)
+    # The cast turns what is infinite into 448: it must not come back finite.
+    scales = torch.where(largest.isfinite(), scales, math.nan)
     small = (weight / scales[:, None]).to(torch.float8_e4m3fn)
     return small.view(torch.uint8), scales
 

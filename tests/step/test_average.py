@@ -119,6 +119,34 @@ def test_a_checkpoint_without_averages_starts_them_anew(world2: World, tmp_path:
         assert (average - expected).abs().max() < CLOSE
 
 
+def stale(stage: int) -> tuple[float, float, list[float]]:
+    """Forwards that build a graph leave weights gathered; neither may see the other's."""
+    found, ends = [], []
+    for probe in (False, True):
+        model = gpt()
+        boosted = compose(zero(stage), ema(0.9))(model, toys.momentum(model))
+        batches = [boosted.shard(toys.tokens(4, step)) for step in range(3)]
+        for batch in batches[:2]:
+            boosted.train_step(toys.next_token, batch)
+        if probe:
+            boosted.model(batches[0]["tokens"])
+        with boosted.averaged():
+            found.append(float(boosted.eval_step(toys.next_token, batches[0])))
+            if probe:
+                boosted.model(batches[0]["tokens"])
+        boosted.train_step(toys.next_token, batches[2])
+        ends.append(float(boosted.eval_step(toys.next_token, batches[0])))
+    return found[0], found[1], ends
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gathered_weights_do_not_outlive_the_block(stage: int, world2: World) -> None:
+    for one, two, ends in world2.run(stale, stage):
+        assert one == two
+        assert ends[0] == ends[1]
+
+
 def test_a_skipped_update_moves_no_average() -> None:
     model = nn.Linear(2, 1)
     boosted = compose(ema(0.5), clip(1.0, nonfinite="skip"))(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -138,6 +139,18 @@ def test_a_skipped_update_does_not_advance_the_scheduler(transform: Any) -> None
         scheduler.step()
         seen.append((boosted.took_place, boosted.step, scheduler.get_last_lr()[0]))
     assert seen == [(True, 1, 0.9), (False, 1, 0.9), (False, 1, 0.9), (True, 2, 0.8)]
+
+
+def test_an_attached_scheduler_saves_as_ever() -> None:
+    plain, boosted = sgd(), boosted_linear(fp16)
+    theirs, mine = StepLR(plain, 3), boosted.attach(StepLR(boosted.optimizer, 3))
+    assert set(mine.state_dict()) == set(theirs.state_dict())
+    assert isinstance(mine, StepLR)
+    torch.save(mine.state_dict(), io.BytesIO())
+    assert boosted.attach(mine) is mine  # twice is once
+    boosted.train_step(good, torch.ones(1, 2))
+    mine.step()
+    assert mine.last_epoch == 1
 
 
 def test_a_schedule_by_epochs_goes_on() -> None:

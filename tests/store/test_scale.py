@@ -10,7 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from parallax import StepError, clip, compose, dp, fp16, fp32, mixed_precision, override, zero
+from parallax import (
+    StepError,
+    accumulate,
+    clip,
+    compose,
+    dp,
+    fp16,
+    fp32,
+    mixed_precision,
+    override,
+    zero,
+)
 from parallax.testing import World, toys
 
 pytestmark = pytest.mark.ranks
@@ -47,6 +58,24 @@ def test_a_scale_changes_no_number(transform: Any, world2: World) -> None:
         assert one[1] == two[1]
     for name, value in plain[0][2]["params"].items():
         assert torch.equal(value, scaled[0][2]["params"][name])
+
+
+def in_parts(transform: Any) -> Any:
+    """Gradients that were read, and so unscaled, under a window that puts them aside."""
+    model = gpt(counts=False).double()
+    boosted = compose(transform, accumulate(2))(model, toys.momentum(model))
+    boosted.grad(toys.next_token, boosted.shard(toys.tokens(4, 0)))
+    _ = boosted.grads
+    boosted.grad(toys.next_token, boosted.shard(toys.tokens(4, 1)))
+    boosted.update()
+    return boosted.gather()
+
+
+def test_windows_over_gradients_that_were_read(world2: World) -> None:
+    plain = world2.run(in_parts, compose(zero(2), mixed_precision("fp64")))[0]
+    scaled = world2.run(in_parts, compose(zero(2), SCALED_FP64))[0]
+    for name, value in plain["params"].items():
+        assert torch.equal(value, scaled["params"][name])
 
 
 def by_hand(transform: Any) -> Any:

@@ -195,6 +195,11 @@ def test_rows_come_back_within_a_sixteenth() -> None:
     # Relative to the element, or to what its row's scale, at most twice the largest, can resolve.
     assert ((back - weight).abs() <= torch.maximum(weight.abs() / 16, largest * 2.0**-18)).all()
     assert torch.equal(torch.exp2(torch.log2(scales).round()), scales)
+    weight[3, 5], weight[4, 6] = float("inf"), float("nan")
+    poisoned = from_rows(*to_rows(weight), torch.float32)
+    assert not poisoned[3, 5].isfinite()
+    assert not poisoned[4, 6].isfinite()
+    assert poisoned[5].isfinite().all()
     again = to_rows(back)
     assert torch.equal(from_rows(*again, torch.float32), back)  # rounding twice is rounding once
     assert torch.equal(from_rows(small, scales, torch.bfloat16).float(), back)

@@ -101,7 +101,7 @@ def _read(node: ast.expr, vocabulary: Mapping[str, Any], text: str) -> Any:
         except ParallaxError:
             raise
         except (TypeError, ValueError) as error:
-            told = str(error).rstrip(".")
+            told = str(error).rstrip(".?")
             raise ParallaxError(f"the composition {text!r}: {told}.") from None
     raise _not_literal(node, text)
 

@@ -21,6 +21,8 @@ from parallax import (
     dp,
     mixed_precision,
     parse,
+    remat,
+    schedules,
     tp,
     zero,
 )
@@ -203,6 +205,33 @@ PURE: dict[str, tuple[type[Exception], Callable[[], Any], str]] = {
         ValueError,
         lambda: mixed_precision("fp4"),  # type: ignore[arg-type]
         "mixed_precision was given compute='fp4'. Choose one of 'fp64', 'fp32', 'bf16', 'fp16'.",
+    ),
+    "modules by number": (
+        ValueError,
+        lambda: remat(units=3),  # type: ignore[arg-type]
+        (
+            "remat was given units=3. Give a name pattern such as 'blocks.*', the name of a "
+            "class or "
+            "a class, or several in a tuple."
+        ),
+    ),
+    "modules kept by number": (
+        ValueError,
+        lambda: mixed_precision("bf16", keep=3),  # type: ignore[arg-type]
+        (
+            "mixed_precision was given keep=3. Give a name pattern such as 'blocks.*', the name "
+            "of a "
+            "class or a class, or several in a tuple."
+        ),
+    ),
+    "a schedule of nothing": (
+        ValueError,
+        lambda: schedules.constant(None),  # type: ignore[arg-type]
+        (
+            "constant was given None as its optimizer. Give boosted.optimizer, or the optimizer "
+            "that "
+            "is boosted."
+        ),
     ),
     "a reduction there is not": (
         ValueError,

@@ -9,7 +9,7 @@ from parallax.blocks.which import bytes_of
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
-from parallax.core.spell import one_of, spell
+from parallax.core.spell import names_of, one_of, spell
 from parallax.core.transform import Transform, state
 
 REMAT = Rewrite(
@@ -102,7 +102,7 @@ def remat(
     _switch("remat", "offload", offload)
     if fault := clash(which, keep, offload):
         raise ValueError(f"remat was given {fault}")
-    wanted = _units(units)
+    wanted = names_of("remat", "units", units)
     by = spell(
         "remat", fraction, every=every, budget=budget, keep=keep, offload=offload, units=wanted
     )
@@ -178,7 +178,7 @@ def compile(  # noqa: A001  (what one says aloud, as torch does)
             )
     _switch("compile", "fullgraph", fullgraph)
     _switch("compile", "dynamic", dynamic)
-    wanted = _units(units)
+    wanted = names_of("compile", "units", units)
     options = {"mode": mode, "fullgraph": fullgraph, "dynamic": dynamic, "units": wanted}
     by = spell("compile", backend=backend, **options)
     return state(by, Compilation(backend=backend, **options), rewrites=(COMPILE,))
@@ -230,12 +230,3 @@ def _backend(name: str) -> None:
             f"compile was given backend={name!r}, which torch does not know. Choose one of "
             f"{', '.join(_QUICK)}, {usual}, or register it by torch._dynamo.register_backend."
         )
-
-
-def _units(given: object) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    rows = given if isinstance(given, tuple | list) else (given,)
-    return tuple(
-        row if isinstance(row, str) else getattr(row, "__name__", str(row)) for row in rows
-    )

@@ -34,3 +34,22 @@ def one_of(name: str, what: str, value: Any, choices: tuple[Any, ...]) -> None:
     if value not in choices or isinstance(value, bool):
         listed = ", ".join(map(repr, choices))
         raise ValueError(f"{name} was given {what}={value!r}. Choose one of {listed}.")
+
+
+def names_of(name: str, what: str, given: Any) -> tuple[str, ...] | None:
+    """Modules as one names them: by pattern, class name or class, one or several.
+
+    Example:
+        >>> names_of("zero", "units", "blocks.*")
+        ('blocks.*',)
+    """
+    if given is None:
+        return None
+    rows = given if isinstance(given, tuple | list) else (given,)
+    if not rows or not all(isinstance(row, str | type) for row in rows):
+        raise ValueError(
+            f"{name} was given {what}={given!r}. Give a name pattern such as 'blocks.*', the "
+            "name of "
+            "a class or a class, or several in a tuple."
+        )
+    return tuple(row if isinstance(row, str) else row.__name__ for row in rows)

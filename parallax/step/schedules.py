@@ -30,6 +30,7 @@ def constant(optimizer: Optimizer, *, warmup: int = 0) -> LambdaLR:
         >>> constant(sgd, warmup=4).get_last_lr()
         [0.0]
     """
+    _driven("constant", optimizer)
     _whole("constant", warmup=warmup)
     return LambdaLR(optimizer, _warm(warmup, lambda t: 1.0))
 
@@ -46,6 +47,7 @@ def linear(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
     Raises:
         ValueError: The numbers do not fit: see the message.
     """
+    _driven("linear", optimizer)
     _whole("linear", warmup=warmup, steps=steps)
     _fits("linear", steps, floor, warmup=warmup)
     return LambdaLR(
@@ -66,6 +68,7 @@ def cosine(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
     Raises:
         ValueError: The numbers do not fit: see the message.
     """
+    _driven("cosine", optimizer)
     _whole("cosine", warmup=warmup, steps=steps)
     _fits("cosine", steps, floor, warmup=warmup)
 
@@ -85,6 +88,7 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int) -> LambdaLR:
     Raises:
         ValueError: The warm-up is not a positive whole number.
     """
+    _driven("inverse_sqrt", optimizer)
     _whole("inverse_sqrt", warmup=warmup)
     if warmup == 0:
         raise ValueError(
@@ -109,6 +113,7 @@ def wsd(
     Raises:
         ValueError: The numbers do not fit: see the message.
     """
+    _driven("wsd", optimizer)
     _whole("wsd", warmup=warmup, decay=decay, steps=steps)
     _fits("wsd", steps, floor, warmup=warmup, decay=decay)
     begin = steps - decay
@@ -127,11 +132,21 @@ def _share(t: int, start: int, end: int) -> float:
     return min(max((t - start) / (end - start), 0.0), 1.0) if end > start else float(t >= end)
 
 
+def _driven(name: str, optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"{name} was given {optimizer!r} as its optimizer. Give boosted.optimizer, or the "
+            "optimizer that is boosted."
+        )
+
+
 def _whole(name: str, **numbers: int) -> None:
     for key, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        least = 1 if key == "steps" else 0
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"{name} was given {key}={value!r}. Give a whole number of updates, 0 or more."
+                f"{name} was given {key}={value!r}. Give a whole number of updates, {least} or "
+                "more."
             )
 
 

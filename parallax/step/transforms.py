@@ -167,8 +167,8 @@ def ema(decay: float, *, warmup: bool | None = None) -> Transform:
             f"ema was given decay={decay!r}. Give the share of the average that stays at each "
             "update, from 0 up to 1, such as 0.999."
         )
-    if warmup is not None:
-        one_of("ema", "warmup", int(warmup), (0, 1))
+    if warmup is not None and not isinstance(warmup, bool):
+        raise ValueError(f"ema was given warmup={warmup!r}. Choose one of True, False.")
     warm = True if warmup else None
     fact = Averaging(decay=float(decay), warmup=warm)
     return state(spell("ema", float(decay), warmup=warm), fact, rewrites=(AVERAGE,))

@@ -12,7 +12,7 @@ from parallax.core.fact import Fact
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
-from parallax.core.spell import degree_fault, one_of, spell
+from parallax.core.spell import degree_fault, names_of, one_of, spell
 from parallax.core.transform import Transform, state
 from parallax.store.facts import Compression, Dtype, Precision, Scaling, Sharding, Stage
 
@@ -91,22 +91,13 @@ def zero(
     """
     one_of("zero", "stage", stage, (1, 2, 3))
     degree_fault("zero", degree)
-    wanted = _units(units)
+    wanted = names_of("zero", "units", units)
     axes = Axes(data_shard=degree) if degree else Fill(data_shard=True)
     by = spell("zero", stage, degree=degree, units=wanted)
     return state(by, Sharding(stage=stage, units=wanted), axes, rewrites=(STORE,))
 
 
 shard_zero = zero
-
-
-def _units(given: object) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    rows = given if isinstance(given, tuple | list) else (given,)
-    return tuple(
-        row if isinstance(row, str) else getattr(row, "__name__", str(row)) for row in rows
-    )
 
 
 def mixed_precision(
@@ -169,7 +160,7 @@ def mixed_precision(
     for name, value in (("reduce", reduce), ("outputs", outputs)):
         if value is not None:
             one_of("mixed_precision", name, value, DTYPE_NAMES)
-    kept = (keep,) if isinstance(keep, str) else (tuple(keep) if keep else None)
+    kept = names_of("mixed_precision", "keep", keep)
     powers = {
         "scale": scale,
         "growth": growth,
@@ -225,8 +216,9 @@ def _scales(compute: str, powers: dict[str, float | None], interval: int | None)
         )
     if (powers["growth"] or 2) <= 1 or (powers["backoff"] or 0.5) >= 1:
         raise ValueError(
-            f"mixed_precision was given growth={powers['growth']} and backoff={powers['backoff']}. "
-            "Give a growth above 1 and a backoff below 1."
+            f"mixed_precision was given {_told(powers, 'growth', 'backoff')}. Give a growth "
+            "above 1 "
+            "and a backoff below 1."
         )
     if interval is not None and (
         not isinstance(interval, int) or isinstance(interval, bool) or interval < 1
@@ -235,6 +227,10 @@ def _scales(compute: str, powers: dict[str, float | None], interval: int | None)
             f"mixed_precision was given growth_interval={interval!r}. Give a whole number of "
             "updates, 1 or more."
         )
+
+
+def _told(values: dict[str, float | None], *names: str) -> str:
+    return " and ".join(f"{n}={values[n]:g}" for n in names if values[n] is not None)
 
 
 def _power_of_two(value: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite
-from parallax.core.spell import one_of, spell
+from parallax.core.spell import names_of, one_of, spell
 from parallax.core.transform import Transform, state
 from parallax.surgery.facts import Float8, Recipe
 
@@ -71,7 +71,7 @@ def fp8(
     whole = isinstance(min_size, int) and not isinstance(min_size, bool) and min_size > 0
     if min_size is not None and not whole:
         raise ValueError(f"fp8 was given min_size={min_size!r}. Give a whole number, 1 or more.")
-    kept = (keep,) if isinstance(keep, str) else (tuple(keep) if keep else None)
+    kept = names_of("fp8", "keep", keep)
     by = spell("fp8", recipe, keep=kept, min_size=min_size, gather=gather, emulate=emulate)
     fact = Float8(
         recipe=recipe or "tensorwise", keep=kept, least=min_size, gather=gather, emulate=emulate

@@ -24,7 +24,7 @@ _REMEDY = (
     "Install the extra that pickles functions by value, parallax-torch[testing], or move the "
     "function into a module that the ranks can import."
 )
-_register = threading.Lock()
+_register = threading.RLock()  # entered once for each module of a call
 
 
 def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:

@@ -85,7 +85,7 @@ def test_they_are_transformers_schedules() -> None:
         ),
         (
             lambda: schedules.linear(sgd(), steps=5.0),  # type: ignore[arg-type]
-            "linear was given steps=5.0. Give a whole number of updates, 0 or more.",
+            "linear was given steps=5.0. Give a whole number of updates, 1 or more.",
         ),
         (
             lambda: schedules.linear(sgd(), steps=5, floor=2.0),

@@ -257,11 +257,7 @@ def test_the_scale_comes_back_from_files(world2: World, tmp_path: Path) -> None:
         ),
         (
             {"compute": "fp16", "growth": 0.5},
-            (
-                "mixed_precision was given growth=0.5 and backoff=None. Give a growth above 1 "
-                "and a "
-                "backoff below 1."
-            ),
+            ("mixed_precision was given growth=0.5. Give a growth above 1 and a backoff below 1."),
         ),
         (
             {"compute": "fp16", "growth_interval": 0},

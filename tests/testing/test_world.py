@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import pickle
 import signal
@@ -205,6 +206,22 @@ def test_calls_that_cannot_travel_are_an_error(two: World) -> None:
     lock = threading.Lock()
     with pytest.raises(pickle.PicklingError, match="Make it inside the function"):
         two.run(lambda: lock)
+
+
+def test_functions_of_two_modules_of_ones_own(two: World, tmp_path: Path) -> None:
+    """Each module is sent by value, one inside the other; a lock taken twice would wait forever."""
+    found = []
+    for name, text in (("outer", "def call(f): return f()"), ("inner", "def one(): return 1")):
+        path = tmp_path / f"two_modules_{name}.py"
+        path.write_text(text + "\n")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found.append(module)
+    outer, inner = found
+    assert two.run(outer.call, inner.one) == [1, 1]
 
 
 def test_without_cloudpickle_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,7 @@ COMPOSITIONS = [
     f"{BASE}, fp8()",
     f"{BASE}, fp8(), compile()",
     f"{BASE}, fp8('rowwise'), compile()",
+    f"{BASE}, fp8(gather=True), compile()",
 ]
 
 

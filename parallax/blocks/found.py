@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from parallax.core.patterns import matches
-from parallax.core.units import units_of
+from parallax.core.units import kept_of, units_of
 from parallax.errors import RuleError
 
 
@@ -36,21 +35,17 @@ def nested(units: dict[str, nn.Module]) -> tuple[str, str] | None:
     return None
 
 
-def kept_inside(units: dict[str, nn.Module], keep: tuple[str, ...], finer: set[str]) -> list[str]:
+def shards_inside(
+    units: dict[str, nn.Module], model: nn.Module, keep: tuple[str, ...], finer: set[str]
+) -> list[str]:
     """Modules inside units that STORE shards by themselves.
 
     Args:
         units: Units by name.
-        keep: What `Precision.keep` says: class names, name patterns or "norms".
+        model: What they are units of.
+        keep: What `Precision.keep` says.
         finer: Names of the units of sharding.
     """
-    found = []
-    for outer, unit in units.items():
-        for name, module in unit.named_modules(prefix=outer):
-            kind = type(module).__name__
-            named = any(p == kind or matches(p, name) for p in keep)
-            is_norm = "norms" in keep and "norm" in kind.lower()
-            trained = next(module.parameters(), None) is not None
-            if name != outer and trained and (named or is_norm or name in finer):
-                found.append(name)
-    return found
+    alone = finer | set(kept_of(model, keep))
+    inside = (name for name, _ in model.named_modules() if name in alone)
+    return [name for name in inside if any(name.startswith(f"{outer}.") for outer in units)]

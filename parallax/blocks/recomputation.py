@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from parallax.blocks.facts import Recomputation
-from parallax.blocks.found import found, kept_inside, nested
+from parallax.blocks.found import found, nested, shards_inside
 from parallax.blocks.lower import Unit
 from parallax.blocks.offload import Shelf
 from parallax.blocks.transforms import clash
@@ -64,7 +64,7 @@ def _sharded_inside(
     finer: set[str] = set()
     with suppress(RuleError):  # STORE's own check tells of it
         finer = set(units_of(model, plan[Sharding].units)) if plan[Sharding].said() else finer
-    if inside := kept_inside(units, plan[Precision].keep or (), finer):
+    if inside := shards_inside(units, draft.parts[0], plan[Precision].keep or (), finer):
         more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         yield RuleError(
             f"remat(keep={plan[Recomputation].keep!r}) keeps results inside units, where "

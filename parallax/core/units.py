@@ -87,3 +87,29 @@ def shares_outside(model: nn.Module, unit: nn.Module) -> bool:
         if id(m) not in inside
         for p in m.parameters(recurse=False)
     )
+
+
+def kept_of(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
+    """The modules that `mixed_precision(keep=...)` means, by name: kept in float32, each a shard.
+
+    The model itself is none: that would be `fp32`.
+
+    Args:
+        model: Any module.
+        patterns: Class names, name patterns, or "norms".
+    """
+    found = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        own = next(module.parameters(recurse=False), None) is not None
+        is_norm = "norms" in patterns and "norm" in kind.lower() and own
+        named = any(p == kind or matches(p, name) for p in patterns)
+        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if (
+            name
+            and has_forward
+            and (is_norm or named)
+            and next(module.parameters(), None) is not None
+        ):
+            found[name] = module
+    return found

@@ -26,13 +26,13 @@ from parallax.core.mesh import agree, axis_of, size_of, total
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
 from parallax.core.slices import local
-from parallax.core.units import units_of
+from parallax.core.units import kept_of, units_of
 from parallax.errors import StepError
 from parallax.store.batchnorm import synchronise
 from parallax.store.compress import CompressedReduceScatter
 from parallax.store.facts import Compression, Precision, Sharding
 from parallax.store.gather import from_rows, to_rows
-from parallax.store.precision import DTYPES, kept_of, policy_of, to_masters
+from parallax.store.precision import DTYPES, policy_of, to_masters
 
 
 def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from parallax.core.patterns import matches
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft
-from parallax.core.units import shares_outside, units_of
+from parallax.core.units import kept_of, shares_outside, units_of
 from parallax.errors import ParallaxError, RuleError
 from parallax.store.facts import Precision, Sharding
 
@@ -89,22 +88,3 @@ def to_masters(model: nn.Module, dtype: torch.dtype) -> None:
             if parameter not in masters:
                 masters[parameter] = nn.Parameter(parameter.detach().to(dtype))
             setattr(module, name, masters[parameter])
-
-
-def kept_of(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Module]:
-    """The modules that stay in float32. The model itself is none: that would be `fp32`."""
-    found = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        own = next(module.parameters(recurse=False), None) is not None
-        is_norm = "norms" in patterns and "norm" in kind.lower() and own
-        named = any(p == kind or matches(p, name) for p in patterns)
-        has_forward = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        if (
-            name
-            and has_forward
-            and (is_norm or named)
-            and next(module.parameters(), None) is not None
-        ):
-            found[name] = module
-    return found

@@ -18,7 +18,7 @@ class Float8(Fact):
         recipe: What shares a scale: a tensor or a row; "off" leaves all layers as they are.
         keep: Layers left out, by name pattern.
         least: Smallest size of both dims of a weight that is worth it.
-        gather: Whether weights cross the ranks in float8.
+        gather: Whether weights cross the ranks in float8; they do not when unsaid.
         emulate: Whether products are computed in the layer's own dtype from rounded operands.
     """
 

@@ -77,7 +77,7 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     for name in chosen:
         module: Any = model.get_submodule(name)
         # Read by STORE: a tied weight is needed by other modules too, as exactly as ever.
-        module.gathers_fp8 = said.gather is not False and counts[id(module.weight)] == 1
+        module.gathers_fp8 = bool(said.gather) and counts[id(module.weight)] == 1
     return draft, Room(notes={"converted": list(chosen), "left": left})
 
 

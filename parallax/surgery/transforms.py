@@ -34,24 +34,25 @@ def fp8(
     else are as without. Compose it with `bf16`. Scales are powers of two, so that rounding what was
     rounded already changes nothing.
 
-    With `zero` of more than one rank, weights cross the ranks in float8, each row with a scale of
-    its own, and come out in bfloat16: those that shard evenly and are tied to nothing.
+    With `gather=True`, weights cross the ranks of `zero` in float8, each row with a scale of its
+    own, and come out in bfloat16: those that shard evenly and are tied to nothing.
 
     States:
         Float8.
 
     Cost:
         Products at up to twice bfloat16's rate on hardware that has them (NVIDIA from compute
-        capability 8.9); a pass over each operand for its scale. Gather traffic of these weights
-        1 + 4 / in_features bytes an element beside 2. Errors: a relative 2^-4 of each operand
-        (e4m3; gradients by `"tensorwise"`: e5m2, 2^-3).
+        capability 8.9); a pass over each operand for its scale. With `gather=True`, traffic of
+        these weights 1 + 4 / in_features bytes an element beside 2, for some ten small kernels a
+        weight: worth it over slow links, not within one host of NVLink. Errors: a relative 2^-4 of
+        each operand (e4m3; gradients by `"tensorwise"`: e5m2, 2^-3).
 
     Args:
         recipe: `"tensorwise"`, one scale a tensor (when unsaid); `"rowwise"`, one a row, which
             outliers hurt less; `"off"` to overrule.
         keep: Layers to leave in bfloat16: name patterns, for instance `"head"`.
         min_size: Leave layers with a smaller dim.
-        gather: False gathers weights in bfloat16.
+        gather: Gather weights in float8.
         emulate: Compute the products in bfloat16 from rounded operands: the same rounding on any
             hardware, for tests; slower than without fp8.
 

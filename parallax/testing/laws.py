@@ -107,7 +107,7 @@ TABLE: dict[str, Member] = {
     ),
     "accumulate": Member(_accumulate, without=("ConvNet",)),
     "fp8": Member(
-        _said("fp8(emulate=True)", "fp8('rowwise', emulate=True)"),
+        _said("fp8(emulate=True)", "fp8('rowwise', emulate=True, gather=True)"),
         without=("ConvNet", "Mlp", "Reader"),  # whose sizes do not divide by 16
         needs="bf16",
         apart="tp",  # the toy's sizes do not divide by 32

@@ -156,7 +156,7 @@ error, the root mean square of thousands of roundings, which varies by a few per
 )
 def test_layouts_train_alike(layout: Transform, gathered: int, recipe: Any, world2: World) -> None:
     ((one, _, _),) = pool(1).run(off_by, compose(bf16, fp8(recipe, emulate=True)))
-    rows = world2.run(off_by, compose(layout, bf16, fp8(recipe, emulate=True)))
+    rows = world2.run(off_by, compose(layout, bf16, fp8(recipe, emulate=True, gather=True)))
     assert rows[0][0] < NO_WORSE * one
     assert rows[0][0] > one / 4  # and float8 it is
     assert list(rows[0][1].values()) == ["float8"] * gathered
@@ -174,7 +174,7 @@ def coarse() -> float:
 
     real, lower.to_rows = lower.to_rows, fewer
     try:
-        return off_by(compose(zero(2), bf16, fp8(emulate=True)))[0]
+        return off_by(compose(zero(2), bf16, fp8(emulate=True, gather=True)))[0]
     finally:
         lower.to_rows = real
 
@@ -229,8 +229,8 @@ def gathered_bytes(transform: Transform) -> int:
 
 @pytest.mark.ranks
 def test_weights_cross_the_ranks_in_float8(world2: World) -> None:
-    wide = world2.run(gathered_bytes, compose(zero(3), bf16, fp8(emulate=True, gather=False)))[0]
-    small = world2.run(gathered_bytes, compose(zero(3), bf16, fp8(emulate=True)))[0]
+    wide = world2.run(gathered_bytes, compose(zero(3), bf16, fp8(emulate=True)))[0]
+    small = world2.run(gathered_bytes, compose(zero(3), bf16, fp8(emulate=True, gather=True)))[0]
     weights = 3 * 2 * 32 * 64
     rows = 3 * (32 + 64)
     assert wide - small == 2 * weights - (weights + 4 * rows)
@@ -238,13 +238,17 @@ def test_weights_cross_the_ranks_in_float8(world2: World) -> None:
 
 def uneven() -> Any:
     model = nn.Sequential(nn.Linear(16, 48), nn.Linear(48, 16))
-    boosted = compose(zero(2), bf16, fp8(emulate=True))(model)
-    return boosted.rooms["store"].notes["gathered"]
+    boosted = compose(zero(2), bf16, fp8(emulate=True, gather=True))(model)
+    boosted.grad(lambda m, x: m(x).square().mean(), torch.ones(4, 16))
+    return boosted.rooms["store"].notes["gathered"], boosted.grads["1.weight"].full_tensor().norm()
 
 
 @pytest.mark.ranks
-def test_what_does_not_shard_evenly_is_said(world4: World) -> None:
-    assert world4.run(uneven)[0] == {"0": "float8", "1": "float8"}
+def test_what_does_not_shard_evenly_is_said() -> None:
+    ranks = pool(3)
+    found = ranks.run(uneven)
+    assert found[0][0] == {"0": "float8", "1": "16 rows do not divide by 3 ranks"}
+    assert found[0][1] == found[1][1] == found[2][1] > 0
 
 
 def tied() -> Any:
@@ -258,7 +262,7 @@ def tied() -> Any:
             return self.head(self.embed(x))
 
     model = Tied()
-    boosted = compose(zero(2), bf16, fp8(emulate=True))(model)
+    boosted = compose(zero(2), bf16, fp8(emulate=True, gather=True))(model)
     boosted.grad(lambda m, x: m(x).square().mean(), torch.arange(8).view(2, 4))
     same = boosted.model.head.weight is boosted.model.embed.weight
     return boosted.rooms["fp8"].notes["converted"], boosted.rooms["store"].notes["gathered"], same

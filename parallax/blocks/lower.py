@@ -80,8 +80,9 @@ class Unit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The unit's forward."""
-        # In evaluation mode a cache may be wanted, and without gradients nothing is kept anyway.
-        if not (self.module.training and torch.is_grad_enabled()):
+        # Without gradients nothing is kept anyway; in evaluation mode a cache may be wanted.
+        cached = any(kwargs.get(name) not in (None, False) for name in CACHES)
+        if not torch.is_grad_enabled() or (cached and not self.module.training):
             return self.forward(*args, **kwargs)
         kwargs = self._without_cache(kwargs)
         if self.trial is not None:

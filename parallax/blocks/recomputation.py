@@ -64,7 +64,7 @@ def _sharded_inside(
     finer: set[str] = set()
     with suppress(RuleError):  # STORE's own check tells of it
         finer = set(units_of(model, plan[Sharding].units)) if plan[Sharding].said() else finer
-    if inside := shards_inside(units, draft.parts[0], plan[Precision].keep or (), finer):
+    if inside := shards_inside(units, model, plan[Precision].keep or (), finer):
         more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
         yield RuleError(
             f"remat(keep={plan[Recomputation].keep!r}) keeps results inside units, where "

@@ -43,12 +43,12 @@ def remat(
 ) -> Transform:
     """Keep less between forward and backward: units compute their activations again (1604.06174).
 
-    While training, a unit keeps its inputs alone and runs its forward once more when the backward
-    reaches it: with the same random numbers and the same buffers, so losses and gradients are
-    bitwise those without, and running statistics count once. Names do not change. In evaluation
-    mode and under `no_grad` nothing is kept or computed twice. Hooks on the unit itself run once;
-    hooks on modules inside it run with each forward. A key/value cache is not filled while
-    training, which is also what transformers' own checkpointing does.
+    While gradients are computed, a unit keeps its inputs alone and runs its forward once more when
+    the backward reaches it: with the same random numbers and the same buffers, so losses and
+    gradients are bitwise those without, and running statistics count once. Names do not change. In
+    evaluation mode and under `no_grad` nothing is kept or computed twice. Hooks on the unit itself
+    run once; hooks on modules inside it run with each forward. A key/value cache is not filled
+    while training, which is also what transformers' own checkpointing does.
 
     States:
         Recomputation.

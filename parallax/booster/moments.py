@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallax.booster.onefile import Files, files_at, on_first, replace_tensors, together
 from parallax.checkpoint.files import flat
-from parallax.checkpoint.load import restored
+from parallax.checkpoint.load import HOW, restored
 from parallax.checkpoint.save import settings
 from parallax.core.boosted import Boosted
 from parallax.core.collect import collect
@@ -77,7 +77,8 @@ def load_moments_(boosted: Boosted, path: Path) -> None:
     assert boosted.optimizer is not None, "a pair without an optimizer is refused by the caller"
     for group, saved in zip(boosted.optimizer.param_groups, groups, strict=True):
         for key, value in saved["settings"].items():
-            group[key] = restored(value, group.get(key))
+            if key not in HOW:
+                group[key] = restored(value, group.get(key))
 
 
 def _note(files: Files) -> dict[str, Any]:

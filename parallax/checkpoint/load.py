@@ -18,6 +18,9 @@ from parallax.core.mesh import agree
 from parallax.core.slices import Box, box, like, local
 from parallax.errors import CheckpointError
 
+HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Settings of a group that say by which kernels it is stepped, not what is computed."""
+
 
 def load_(
     boosted: Boosted, directory: str | os.PathLike[str], *, kinds: tuple[Kind, ...] = KINDS
@@ -36,6 +39,7 @@ def load_(
     Cost:
         Each rank reads the blocks it holds, and holds them twice while loading.
     """
+    boosted.free("load_")
     path = Path(directory).absolute()
     fault, tree, index = "", {}, None
     try:
@@ -55,7 +59,8 @@ def load_(
     if boosted.optimizer is not None and "moments" in kinds:
         for group, saved in zip(boosted.optimizer.param_groups, index.groups, strict=True):
             for key, value in saved["settings"].items():
-                group[key] = restored(value, group.get(key))
+                if key not in HOW:
+                    group[key] = restored(value, group.get(key))
 
 
 def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -> None:

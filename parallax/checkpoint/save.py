@@ -43,6 +43,7 @@ def save(
         Every tensor is written once over all ranks, each rank its own block, with a CPU copy of
         this rank's blocks.
     """
+    boosted.free("save")
     target = Path(directory).absolute()
     token: list[Any] = [uuid.uuid4().hex[:8]]
     if dist.get_world_size() > 1:

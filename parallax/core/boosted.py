@@ -143,7 +143,7 @@ class Boosted(State):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the model computes with the averaged weights; see `parallax.ema`."""
+        """Within it the model computes with averaged weights; see `parallax.ema`. Collective."""
         self._live("averaged")
         self._draft.settle()  # what a forward left gathered would be used again
         with AVERAGED(self):

@@ -29,7 +29,9 @@ def _alike(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 def multiply_(tensors: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply tensors in place by one number."""
     for row in _alike(tensors):
-        by = factor.to(row[0].dtype) if isinstance(factor, Tensor) else factor
+        # A factor of a small dtype would be off by the same for all: the product is rounded, once.
+        exact = torch.promote_types(row[0].dtype, torch.float32)
+        by = factor.to(exact) if isinstance(factor, Tensor) else factor
         torch._foreach_mul_(row, by)
 
 

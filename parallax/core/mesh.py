@@ -102,6 +102,14 @@ def agree(statement: str, fault: T) -> tuple[list[str], list[T]]:
     return [row[0] for row in rows], [row[1] for row in rows]
 
 
+def on_any(names: Iterable[str]) -> str:
+    """What any rank names, for a message: the first eight, and how many more. Collective."""
+    _, rows = agree("", list(names))
+    found = list(dict.fromkeys(name for row in rows for name in row))
+    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    return ", ".join(found[:8]) + more
+
+
 def digest(text: str) -> str:
     """A short fingerprint, to compare long descriptions between ranks."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -92,6 +92,8 @@ class Room:
         skips: Whether its update may leave an update out.
         busy: Where the pair is, while it must be neither saved nor loaded into, as an error says
             it: `"inside boosted.averaged()"`.
+        overdue: Called before saving and loading: says what the rewrite knows by now of an update
+            before; told false, it forgets it.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Room:
     restart: Callable[[], None] | None = None
     skips: bool = False
     busy: str = ""
+    overdue: Callable[[bool], None] | None = None
 
 
 def no_faults(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:

@@ -117,7 +117,7 @@ class State:
             CheckpointError: The source is missing, damaged, or does not fit.
         """
         self._live("load_")
-        self._free("load_")
+        self.free("load_")
         if not isinstance(source, State):
             LOAD_(self, source)
             return
@@ -141,7 +141,7 @@ class State:
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
         self._live("save")
-        self._free("save")
+        self.free("save")
         SAVE(self, directory)
 
     @torch.no_grad()
@@ -201,8 +201,11 @@ class State:
                 "Call it on the boosted pair; boosted.load_(snapshot) writes the snapshot back."
             )
 
-    def _free(self, verb: str) -> None:
+    def free(self, verb: str) -> None:
+        """Raise unless the pair may be saved, loaded into or copied now; on every rank alike."""
         for room in self.rooms.values():
+            if room.overdue is not None:
+                room.overdue(verb != "load_")
             if room.busy:
                 raise StepError(
                     f"{verb} was called {room.busy}, where parameters are not what training goes "

@@ -43,7 +43,10 @@ class _Steady:
             return False
         # The mark at the end tells a state with more or fewer values apart.
         now = chain(chain.from_iterable(map(dict.values, state.values())), (self._END,))
-        return all(map(is_, now, self._values))
+        try:
+            return all(map(is_, now, self._values))
+        except TypeError:  # a row that is no dict
+            return False
 
     def note(self, state: Any) -> None:
         """Remember how things are; a state with rows that are no dicts is never steady."""

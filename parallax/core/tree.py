@@ -24,6 +24,8 @@ class Handle:
 
 
 def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]]:
+    if boosted._frozen is None:
+        boosted.free("a snapshot")
     return tuple(boosted.leaves(kind) for kind in KINDS), Handle(boosted), KINDS
 
 

@@ -58,13 +58,18 @@ class Window:
         mesh: The world's mesh.
         rows: This rank's rows in all parts together; None when they cannot be counted.
 
+        count: What the last window of pairs was over in all; 0 before the first.
+
     Means weigh by rows, which are known beforehand. Counts of pairs are known one by one: all parts
-    are divided by the global count of the first, and `correction` is what remains to multiply by.
+    are divided by the power of two next to what the last window's were over (or, in the first
+    window, to the first part's count), and `close` says what remains to multiply by. So magnitudes
+    are those of an ordinary step, which float16 needs, and what they are divided by rounds nothing.
     """
 
-    def __init__(self, mesh: DeviceMesh, rows: int | None) -> None:
+    def __init__(self, mesh: DeviceMesh, rows: int | None, count: Tensor) -> None:
         self._mesh = mesh
         self._rows = rows
+        self._last = count
         self._total: Tensor | None = None
         self._sum: Tensor | None = None
         self._count: Tensor | None = None
@@ -83,6 +88,9 @@ class Window:
             # Not as_tensor: a number copied from the host would wait for the device.
             over = here if is_sum else torch.full_like(here, float(self._rows or 0))
             self._total = total(over.clone(), self._mesh, DATA_AXES)
+            if is_sum:
+                known = torch.where(self._last > 0, self._last.to(here.dtype), self._total)
+                self._total = torch.exp2(torch.log2(known.clamp(min=1)).round())
         self._sum = share if self._sum is None else self._sum + share
         self._count = here if self._count is None else self._count + here
         weight = torch.where(here > 0, 1.0 if is_sum else here, 0.0)
@@ -102,9 +110,10 @@ class Window:
         loss = sums[0] / sums[1]
         if not self._pairs:
             return loss, None
-        first = torch.where(self._total > 0, self._total, 1.0)
+        self._last.copy_(torch.where(sums[1] > 0, sums[1], self._last))
         # Nothing counted anywhere: no gradient, rather than one that is not a number.
-        return loss, torch.where(sums[1] > 0, first / torch.where(sums[1] > 0, sums[1], 1.0), 0.0)
+        counted = torch.where(sums[1] > 0, sums[1], 1.0)
+        return loss, torch.where(sums[1] > 0, self._total / counted, 0.0)
 
 
 def weigh(

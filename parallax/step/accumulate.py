@@ -68,6 +68,7 @@ class Windows:
         self._wanted = microbatches
         self._once = once
         self._outside = (True, True)
+        self._count = torch.zeros((), dtype=torch.float64, device=device_of(draft.mesh))
         # By now the parameters are those that stay; between forward and backward, the model shows
         # others.
         self._named = draft.names.parameters_of(*draft.parts)
@@ -88,7 +89,8 @@ class Windows:
         if draft.weighing.scale is not None:
             draft.weighing.scale()  # so that what is put aside carries the scale of what will come
         before = self._put_aside()
-        window = draft.weighing.window = Window(draft.mesh, sum(map(_weight, parts)))
+        window = Window(draft.mesh, sum(map(_weight, parts)), self._count)
+        draft.weighing.window = window
         try:
             for part in parts[:-1]:
                 draft.sync(reduce and not self._once, False)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallax.core.axes import AXES
 from parallax.core.lower import clamp_, multiply_, norms
-from parallax.core.mesh import agree
+from parallax.core.mesh import on_any
 from parallax.core.phase import Phase
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
@@ -69,15 +69,15 @@ class Clip:
         ]
         self._late: Callable[[], None] | None = None
         self.room = Room(
-            notes={"norm": None, "guarded": self._guarded}, skips=self._nonfinite == "skip"
+            notes={"norm": None, "guarded": self._guarded},
+            skips=self._nonfinite == "skip",
+            overdue=self._overdue,
         )
 
     @torch.no_grad()
     def update(self) -> bool | Tensor | None:
         """Bound the gradients, then update."""
-        if self._late is not None:
-            check, self._late = self._late, None
-            check()
+        self._overdue(True)
         held = [(n, local(p.grad), once) for n, p, once in self._parameters if p.grad is not None]
         grads = [grad for _, grad, _ in held]
         each = norms(grads, self._order)
@@ -91,12 +91,21 @@ class Clip:
         if self._nonfinite == "zero":
             for grad in grads:
                 grad.masked_fill_(~norm.isfinite(), 0)
-        elif not self._guarded and not math.isfinite(norm):
+        guarded = self._guarded and all(g.get("fused") for g in self._optimizer.param_groups)
+        if self._nonfinite != "zero" and not guarded and not math.isfinite(norm):
             if self._nonfinite == "skip":
                 return False
             raise_not_finite(norm, names, each, "Nothing was updated.")
         self._bound(grads, norm)
+        if not guarded:
+            return self._step()
         return self._step_unless(~norm.isfinite(), norm, names, each)
+
+    def _overdue(self, tell: bool) -> None:
+        """Say what became of the last update, where the kernels decided it."""
+        check, self._late = self._late, None
+        if check is not None and tell:
+            check()
 
     def _bound(self, grads: list[Tensor], norm: Tensor) -> None:
         bound = self._said.max_norm
@@ -108,9 +117,7 @@ class Clip:
 
     def _step_unless(
         self, bad: Tensor, norm: Tensor, names: list[str], each: list[Tensor]
-    ) -> bool | Tensor | None:
-        if not self._guarded:
-            return self._step()
+    ) -> Tensor:
         self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.float()
         try:
             self._step()
@@ -158,10 +165,7 @@ def total_norm(parts: list[Tensor], order: float, device_type: str) -> Tensor:
 
 def raise_not_finite(norm: Tensor, names: list[str], each: list[Tensor], outcome: str) -> None:
     """Raise, on every rank alike, naming the parameters whose gradients are not finite."""
-    here = [n for n, x in zip(names, each, strict=True) if not math.isfinite(x)]
-    _, rows = agree("", here)
-    found = list(dict.fromkeys(name for row in rows for name in row))
-    what = ", ".join(found[:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
+    what = on_any(n for n, x in zip(names, each, strict=True) if not math.isfinite(x))
     raise StepError(
         f"the norm of the gradients is {float(norm)}: not finite are those of {what or 'none'}. "
         f"{outcome}\n\nLower the learning rate, look at the batch and the loss, or go on without "

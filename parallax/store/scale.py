@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallax.core.lower import multiply_, norms
-from parallax.core.mesh import agree
+from parallax.core.mesh import on_any
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
 from parallax.errors import StepError
@@ -114,12 +114,9 @@ class Scaler:
         return not float(bad)
 
     def _raise(self, names: list[str], each: list[Tensor]) -> None:
-        here = [n for n, x in zip(names, each, strict=True) if not math.isfinite(x)]
-        _, rows = agree("", here)
-        found = list(dict.fromkeys(name for row in rows for name in row))
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        what = on_any(n for n, x in zip(names, each, strict=True) if not math.isfinite(x))
         raise StepError(
-            f"the gradients of {', '.join(found[:8])}{more} are not finite although the loss scale "
+            f"the gradients of {what} are not finite although the loss scale "
             f"is at its least, {float(self._scale):g}. Nothing was updated.\n\nNo scale cures "
             "this: lower the learning rate, look at the batch and the loss, or use bf16, which has "
             "float32's range."

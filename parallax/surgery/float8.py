@@ -30,7 +30,7 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
     if importlib.util.find_spec("torchao") is None:
         yield RuleError(f"{by} needs torchao, which is not installed.\n\npip install torchao")
     model = draft.parts[0]
-    if plan[Precision].compute not in ("bf16", "fp64", "fp32"):
+    if plan[Precision].compute != "bf16":
         yield RuleError(
             f"{by} multiplies in float8 with bfloat16 elsewhere, and the composition computes in "
             f"{plan[Precision].compute or 'the dtype of the model'}.\n\nCompose it with bf16."

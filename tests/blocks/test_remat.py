@@ -287,6 +287,25 @@ def test_what_runs_twice_and_what_does_not() -> None:
     }
 
 
+def evaluated_with_gradients() -> list[int]:
+    """A frozen-statistics fine-tuning runs in evaluation mode, and is to save memory too."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    boosted = remat()(model, toys.momentum(model))
+    counts = []
+    runs: list[int] = []
+    model[0][0].register_forward_hook(lambda *a: runs.append(1))
+    for mode in (True, False):
+        model.train(mode)
+        boosted.model(torch.randn(2, 4)).sum().backward()
+        counts.append(len(runs))
+        runs.clear()
+    return counts
+
+
+def test_evaluation_mode_with_gradients_recomputes_too() -> None:
+    assert pool(1).run(evaluated_with_gradients) == [[2, 2]]
+
+
 def accumulated(transform: Transform) -> Any:
     model = gpt()
     boosted = transform(model, toys.adamw(model))

@@ -343,3 +343,21 @@ def test_tensor_parallel_saves_what_dp_loads(tmp_path: Path) -> None:
     one = pool(4).run(saved, "tp(4)", str(tmp_path / "c"))[0]
     other = pool(2).run(loaded, "dp()", str(tmp_path / "c"))[0]
     assert all(torch.equal(other["params"][n], p) for n, p in one["params"].items())
+
+
+def other_kernels(directory: str) -> Any:
+    model = toys.Mlp()
+    first = zero(2)(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    first.train_step(toys.square, first.shard(toys.points(4)))
+    first.save(directory)
+    model = toys.Mlp()
+    second = zero(2)(model, torch.optim.AdamW(model.parameters(), lr=0.5, fused=True))
+    second.load_(directory)
+    second.train_step(toys.square, second.shard(toys.points(4)))
+    group = second.optimizer.param_groups[0]
+    return group["lr"], group["fused"]
+
+
+@pytest.mark.ranks
+def test_by_which_kernels_it_steps_is_each_runs_own(world2: World, tmp_path: Path) -> None:
+    assert world2.run(other_kernels, str(tmp_path / "saved")) == [(0.1, True)] * 2

@@ -18,11 +18,13 @@ from parallax import (
     clip,
     compose,
     dp,
+    fp16,
     mixed_precision,
     tp,
     zero,
 )
-from parallax.testing import World, toys
+from parallax.core.slices import local
+from parallax.testing import World, pool, toys
 
 # float64 gradients of the same numbers; only the order of sums differs.
 CLOSE = 1e-12
@@ -363,3 +365,54 @@ def test_a_unit_that_no_forward_runs_is_left_out(stage: Any, world2: World) -> N
         zero(stage, units="Linear"), mixed_precision("bf16"), accumulate(3, reduce="step")
     )
     assert world2.run(unused_unit, said) == [2, 2]
+
+
+# -- counts that say little
+
+
+def first_part_without_tokens(transform: Transform) -> tuple[list[bool], list[float]]:
+    """The first half of each batch counts one token, or none."""
+
+    def loss_fn(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        squares = model(batch["x"]).square().sum(1) * batch["counted"]
+        return squares.sum(), batch["counted"].sum()
+
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    boosted = transform(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    found, losses = [], []
+    for step in range(6):
+        counted = torch.ones(4096)
+        counted[:2048] = 0
+        counted[0] = step % 2
+        x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(step))
+        losses.append(float(boosted.train_step(loss_fn, {"x": x, "counted": counted})))
+        found.append(boosted.took_place)
+    return found, losses
+
+
+def test_magnitudes_are_those_of_the_whole_batch() -> None:
+    """Divided by the first part's one token, float16 would overflow in every step."""
+    run = pool(1).run
+    ((whole, losses),) = run(first_part_without_tokens, compose(fp16))
+    ((parts, mine),) = run(first_part_without_tokens, compose(fp16, accumulate(2)))
+    assert whole == [True] * 6
+    assert parts[3:] == [True] * 3  # the first window knows of no other count yet
+    assert mine[0] == pytest.approx(losses[0], rel=1e-6)
+
+
+def small_dtype(transform: Transform) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = toys.Gpt(counts=False).to(torch.bfloat16)
+    boosted = transform(model, toys.momentum(model))
+    boosted.grad(toys.next_token, boosted.shard(toys.tokens(6)))
+    return {n: local(g).float().clone() for n, g in boosted.grads.items()}
+
+
+def test_what_remains_to_multiply_by_is_not_rounded_to_a_small_dtype() -> None:
+    """A factor in bfloat16 would be off by up to 1 / 256 the same way for all."""
+    run = pool(1).run
+    ((whole),) = run(small_dtype, dp())
+    ((parts),) = run(small_dtype, compose(dp(), accumulate(2)))
+    ratio = [float(parts[n].norm() / g.norm()) for n, g in whole.items() if g.norm() > 0]
+    assert sum(ratio) / len(ratio) == pytest.approx(1, abs=5e-4)

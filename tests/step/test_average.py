@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor, nn
 
 from parallax import StepError, Transform, clip, compose, dp, ema, tp, zero
+from parallax.checkpoint import load_, save
 from parallax.testing import World, toys
 
 # Averages of float64 weights that agree to as much.
@@ -176,11 +178,20 @@ def test_misuse_is_refused() -> None:
             "an update was asked for inside boosted.averaged(), where the model holds the averaged "
             "weights.\n\nLeave the block first."
         )
-        for verb in (boosted.save, boosted.load_):
+        ways = {
+            "save": lambda: boosted.save("nowhere"),
+            "load_": lambda: boosted.load_("nowhere"),
+            "a snapshot": lambda: optree.tree_map(torch.clone, boosted, namespace="parallax"),
+        }
+        more = {
+            "save": lambda: save(boosted, "nowhere"),
+            "load_": lambda: load_(boosted, "nowhere"),
+        }
+        for verb, way in (*ways.items(), *more.items()):
             with pytest.raises(StepError) as caught:
-                verb("nowhere")
+                way()
             assert str(caught.value) == (
-                f"{verb.__name__} was called inside boosted.averaged(), where parameters are not "
+                f"{verb} was called inside boosted.averaged(), where parameters are not "
                 "what training goes on from.\n\nLeave the block first."
             )
     bare = compose()(nn.Linear(2, 1))

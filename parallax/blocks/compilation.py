@@ -16,9 +16,12 @@ from parallax.blocks.facts import Compilation, Recomputation
 from parallax.blocks.found import found, nested
 from parallax.blocks.lower import Unit, allow_graphs, arrived, recomputed_keeping
 from parallax.blocks.transforms import REMAT
+from parallax.core.axes import Axes
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
+from parallax.core.units import kept_of, units_of
 from parallax.errors import ParallaxError, RuleError
+from parallax.store.facts import Precision, Sharding
 
 GRAPHS_A_UNIT = 4
 """Training and evaluation, each for fixed sizes and for sizes as symbols."""
@@ -46,6 +49,25 @@ def check(draft: Draft, plan: Plan) -> Iterable[ParallaxError]:
         yield RuleError(
             f"compile was given units of {type(model).__name__} that lie in one another: "
             f"{pair[1]} in {pair[0]}.\n\nName the outer ones, or the inner ones."
+        )
+
+    if not units and "tp" in plan[Axes].said():
+        yield from _traced_at_once(model, plan)
+
+
+def _traced_at_once(model: nn.Module, plan: Plan) -> Iterable[ParallaxError]:
+    """A whole model in one graph, broken by shards inside, loses torch's guards on DTensors."""
+    finer: set[str] = set()
+    with suppress(RuleError):  # STORE's own check tells of it
+        finer = set(units_of(model, plan[Sharding].units)) if plan[Sharding].said() else finer
+    inside = sorted((finer | set(kept_of(model, plan[Precision].keep or ()))) - {""})
+    if inside:
+        more = f" and {len(inside) - 1} more" if len(inside) > 1 else ""
+        yield RuleError(
+            f"compile found no repeated blocks in {type(model).__name__} and would compile it as "
+            f"one, where {inside[0]}{more} are sharded by themselves under "
+            f"{plan.said_by(Axes, 'tp')}: torch cannot trace that.\n\nName its parts: "
+            "compile(units='Class') or compile(units='pattern.*')."
         )
 
 

@@ -51,7 +51,9 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     once = said.reduce == "step" if said.reduce is not None else not each
     windows = Windows(draft, said.microbatches, once=once)
     notes = {"microbatches": said.microbatches, "reduce": "step" if once else "microbatch"}
-    return draft._replace(grad=windows.grad, sync=windows.sync), Room(notes=notes)
+    # Saved, since float16 overflows or not by what sums are divided by.
+    room = Room(state={"count": windows.count}, notes=notes, restart=windows.restart)
+    return draft._replace(grad=windows.grad, sync=windows.sync), room
 
 
 class Windows:
@@ -68,10 +70,14 @@ class Windows:
         self._wanted = microbatches
         self._once = once
         self._outside = (True, True)
-        self._count = torch.zeros((), dtype=torch.float64, device=device_of(draft.mesh))
+        self.count = torch.zeros((), dtype=torch.float64, device=device_of(draft.mesh))
         # By now the parameters are those that stay; between forward and backward, the model shows
         # others.
         self._named = draft.names.parameters_of(*draft.parts)
+
+    def restart(self) -> None:
+        """Know of no window before."""
+        self.count.zero_()
 
     def sync(self, reduce: bool, last: bool | None = None) -> None:
         """What the surroundings want: of the last part's backward."""
@@ -89,7 +95,7 @@ class Windows:
         if draft.weighing.scale is not None:
             draft.weighing.scale()  # so that what is put aside carries the scale of what will come
         before = self._put_aside()
-        window = Window(draft.mesh, sum(map(_weight, parts)), self._count)
+        window = Window(draft.mesh, sum(map(_weight, parts)), self.count)
         draft.weighing.window = window
         try:
             for part in parts[:-1]:

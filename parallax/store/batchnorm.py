@@ -36,8 +36,16 @@ class _SumOverData(Function):
         return total(grad.clone().contiguous(), ctx.mesh), None
 
 
-def synchronise(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> list[str]:
+def synchronise(
+    model: nn.Module, mesh: DeviceMesh, stand_in: StandIn, *, traced: bool
+) -> list[str]:
     """Make every BatchNorm of a model use the global batch's statistics while training.
+
+    Args:
+        model: Changed in place.
+        mesh: The world's mesh.
+        stand_in: Whose rows do not count.
+        traced: Whether the model is compiled. The sums over ranks then stay outside of the graph.
 
     Returns:
         The names of the modules that were changed; names of parameters and buffers stay.
@@ -45,7 +53,9 @@ def synchronise(model: nn.Module, mesh: DeviceMesh, stand_in: StandIn) -> list[s
     found = []
     for name, module in model.named_modules():
         if isinstance(module, KINDS):
-            module.forward = types.MethodType(_forward_over(mesh, stand_in), module)
+            forward = _forward_over(mesh, stand_in)
+            forward = torch.compiler.disable(forward) if traced else forward
+            module.forward = types.MethodType(forward, module)
             found.append(name)
     return found
 

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.utils import _apply_to_tensors
 
 from parallax.core.mesh import agree, axis_of, size_of, total
+from parallax.core.phase import Phase
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room
 from parallax.core.slices import local
@@ -33,6 +34,7 @@ from parallax.store.compress import CompressedReduceScatter
 from parallax.store.facts import Compression, Precision, Sharding
 from parallax.store.gather import from_rows, to_rows
 from parallax.store.precision import DTYPES, policy_of, to_masters
+from parallax.store.twins import average_twins, twins_of
 
 
 def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
@@ -44,7 +46,8 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     # fully_shard refuses scalars, and its reduction (_chunk_cat) refuses tensors without elements.
     loose = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0]
     shared = plan.size() > 1 or precision.compute is not None
-    normalised = synchronise(model, draft.mesh, draft.stand_in) if shared else []
+    traced = any(r.phase is Phase.COMPILE for r in plan.rewrites)
+    normalised = synchronise(model, draft.mesh, draft.stand_in, traced=traced) if shared else []
     replicas = plan.size("data_replicate")
     kind = plan[Compression].gradients
     # fully_shard's own all-reduce over copies cannot be replaced: it is given the shard axis alone,
@@ -83,7 +86,11 @@ def build(draft: Draft, plan: Plan) -> tuple[Draft, Room]:
     model.register_forward_hook(lambda *_: store.rouse())
     before, forget_inner, reduced = draft.settle, draft.forget, draft.gradients
 
+    twins = twins_of(draft) if kind is not None else []
+
     def settle() -> None:
+        if twins:
+            average_twins(twins, draft.mesh)
         before()
         store.settle()
 

@@ -257,6 +257,8 @@ def cases(
     options: list[tuple[str, Any]] = []
     if model == "Gpt":
         options = [(name, True) for name in GPT_OPTIONS if draw(st.booleans())]
+        # One block is no repeated one: compile takes the model as one unit, which tp may forbid.
+        has_blocks |= {"compile", "tp"} <= {name_of(part) for part in parts}
         options.append(("blocks", draw(st.integers(1 + has_blocks, 3))))
         if any(part.startswith("accumulate") for part in parts):
             options.append(("counts", False))

@@ -120,7 +120,7 @@ def run(
     params = names.parameters_of(model)
     generator = torch.Generator().manual_seed(1000 + draw)
     record = Record(start=_copy(params))
-    averages = _Averages(plan)
+    averages = _Averages(plan, params)
     with quiet():
         for step in range(steps):
             batch = setting.batch(step, wide=True)
@@ -141,7 +141,6 @@ def run(
             record.norms.append(float(norm))
             _clip(model, plan, norm)
             if optimizer is not None:
-                averages.before(params)
                 optimizer.step()
                 averages.after(params)
             model.zero_grad()
@@ -176,14 +175,11 @@ def _clip(model: nn.Module, plan: Plan, norm: Tensor) -> None:
 class _Averages:
     """An exponential moving average, by its definition."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, params: dict[str, nn.Parameter]) -> None:
         self._said = plan[Averaging]
         self._updates = 0
-        self.values: Named = {}
-
-    def before(self, params: dict[str, nn.Parameter]) -> None:
-        if self._said.decay is not None and not self.values:
-            self.values = _copy({n: p for n, p in params.items() if p.requires_grad})
+        trained = {n: p for n, p in params.items() if p.requires_grad}
+        self.values = _copy(trained) if self._said.decay is not None else {}
 
     def after(self, params: dict[str, nn.Parameter]) -> None:
         self._updates += 1

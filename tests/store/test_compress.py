@@ -187,3 +187,23 @@ def test_it_goes_with_any_precision_and_is_refused_for_others() -> None:
     assert str(caught.value) == (
         "compress was given gradients='int8'. Choose one of 'fp8', 'bf16', 'full'."
     )
+
+
+def twins(kind: Any) -> dict[str, Tensor]:
+    """Norms that both ranks of a tensor group hold, after a few steps."""
+    torch.manual_seed(0)
+    model = toys.Gpt(counts=False)
+    said = compose(tp(2), zero(2, degree=2), compress(kind), mixed_precision("bf16"))
+    boosted = said(model, toys.momentum(model))
+    for step in range(3):
+        boosted.train_step(toys.next_token, boosted.shard(toys.tokens(6, step)))
+    return {n: p.to_local().clone() for n, p in boosted.params.items() if "norm" in n}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_copies_over_a_tensor_group_do_not_drift_apart(kind: Any, world4: World) -> None:
+    rows = world4.run(twins, kind)
+    for name, part in rows[0].items():
+        assert torch.equal(part, rows[1][name])  # ranks 0 and 1 are one tensor group
+        assert torch.equal(rows[2][name], rows[3][name])

@@ -24,7 +24,7 @@ from parallax import (
     zero,
 )
 from parallax.store.gather import from_rows, to_rows
-from parallax.testing import World, pool
+from parallax.testing import World, pool, world
 
 pytest.importorskip("torchao")
 
@@ -245,8 +245,8 @@ def uneven() -> Any:
 
 @pytest.mark.ranks
 def test_what_does_not_shard_evenly_is_said() -> None:
-    ranks = pool(3)
-    found = ranks.run(uneven)
+    with world(3) as ranks:
+        found = ranks.run(uneven)
     assert found[0][0] == {"0": "float8", "1": "16 rows do not divide by 3 ranks"}
     assert found[0][1] == found[1][1] == found[2][1] > 0
 

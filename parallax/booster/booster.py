@@ -83,7 +83,10 @@ class Booster(Keeping):
             dataloader: One that `prepare_dataloader` made, or a plain torch DataLoader, whose
                 batches are then the global ones: data ranks read different rows of each, ranks of
                 one tensor group the same.
-            lr_scheduler: Handed through; made on the optimizer, which stays the same object.
+            lr_scheduler: Handed through; made on the optimizer, which stays the same object. Under
+                fp16 it is attached: `step()` does nothing after an update that was skipped. One
+                that is stepped once an epoch is not given here, but attached by itself:
+                `booster.boosted(model).attach(lr_scheduler, per="epoch")`.
 
         Returns:
             Model, optimizer, criterion, dataloader and scheduler.
@@ -107,6 +110,8 @@ class Booster(Keeping):
         pair = Pair(self.transform(model, optimizer))
         self._pairs.append(pair)
         boosted = pair.boosted
+        if lr_scheduler is not None and any(room.skips for room in boosted.rooms.values()):
+            boosted.attach(lr_scheduler)
         return boosted.model, boosted.optimizer, criterion or loss_of, feed, lr_scheduler
 
     def backward(self, loss: Tensor, optimizer: Optimizer, *, rows: int | None = None) -> None:

@@ -16,7 +16,8 @@ from parallax.booster.schedule import load_schedule_, save_schedule
 from parallax.booster.weights import load_weights_, save_weights
 from parallax.checkpoint import load_, save
 from parallax.checkpoint.files import INDEX
-from parallax.core.boosted import Boosted, Kind
+from parallax.core.boosted import Boosted
+from parallax.core.state import Kind
 from parallax.errors import CheckpointError
 from parallax.launch import launch
 

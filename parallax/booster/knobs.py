@@ -75,7 +75,7 @@ def _same(value: object, allowed: object) -> bool:
 
 _SCALE = Knob(
     None,
-    "scaling the loss belongs to fp16, which is not there yet",
+    "scaling the loss belongs to fp16",
     "Leave it out: precision='bf16' needs no loss scale.",
 )
 _BUCKET = "gradients are reduced unit by unit as the backward reaches them, not in buckets"
@@ -88,7 +88,6 @@ _KERNELS = (
 )
 _SEQUENCE = "sequence parallelism is"
 _PIPELINES = "pipelines are"
-_FP8 = "fp8 is"
 
 
 def _scaling(initial: float) -> dict[str, Knob]:
@@ -98,16 +97,33 @@ def _scaling(initial: float) -> dict[str, Knob]:
         "growth_factor": 2,
         "backoff_factor": 0.5,
         "growth_interval": 1000,
-        "hysteresis": 2,
         "max_scale": 2**32,
     }
-    return {name: _SCALE._replace(default=value) for name, value in values.items()}
+    scales = {name: _SCALE._replace(default=value) for name, value in values.items()}
+    return scales | {"hysteresis": Knob(2, "the scale is lowered at every overflow", also=(1,))}
 
 
-_FP8_KNOBS = {"fp8_communication": later(False, _FP8), "use_fp8": later(False, _FP8)}
+_FP8_COMMUNICATION = Knob(
+    False,
+    "compressing gradients is a transform of its own",
+    "Compose it: Booster(plugin=compose(plugin, compress('fp8'))).",
+)
+_FP8_KNOBS = {
+    "fp8_communication": _FP8_COMMUNICATION,
+    "use_fp8": Knob(
+        False,
+        "float8 products are a transform of their own",
+        "Compose it: Booster(plugin=compose(plugin, fp8())), with precision='bf16'.",
+    ),
+}
 _COMMON = {
-    "norm_type": Knob(2.0, "gradients are clipped by their L2 norm only"),
-    "verbose": Knob(False, "there is no loss scale whose overflows could be printed"),
+    "norm_type": Knob(
+        2.0,
+        "another norm is said with the transform",
+        "Leave max_norm out and compose it: Booster(plugin=compose(plugin, clip(1.0, "
+        "norm_type='inf'))).",
+    ),
+    "verbose": Knob(False, "nothing is printed", "Read boosted.took_place after a step."),
     "master_weights": Knob(True, "updates are always made on float32 master weights"),
     **_FP8_KNOBS,
 }
@@ -145,7 +161,7 @@ _REDUCER = {
 DDP: Mapping[str, Knob] = {
     **_REDUCER,
     "bucket_cap_mb": Knob(25, _BUCKET),
-    "fp8_communication": later(False, _FP8),
+    "fp8_communication": _FP8_COMMUNICATION,
 }
 
 FSDP: Mapping[str, Knob] = {
@@ -164,7 +180,7 @@ FSDP: Mapping[str, Knob] = {
     "ignored_modules": later(None, "leaving modules out of sharding is"),
     "param_init_fn": later(None, "building a model on the meta device is"),
     "sync_module_states": Knob(False, "every rank always starts from rank 0's model", also=(True,)),
-    "fp8_communication": later(False, _FP8),
+    "fp8_communication": _FP8_COMMUNICATION,
 }
 
 ZERO: Mapping[str, Knob] = {
@@ -228,7 +244,11 @@ MOE: Mapping[str, Knob] = {
     "ddp_bucket_cap_mb": Knob(25, _BUCKET),
     "zero_bucket_size_in_m": Knob(12, _BUCKET),
     "cpu_offload": later(False, "offloading to the CPU is"),
-    "gradient_checkpoint_config": later(None, "recomputing activations is"),
+    "gradient_checkpoint_config": Knob(
+        None,
+        "recomputing activations is a transform of its own",
+        "Compose it: Booster(plugin=compose(plugin, remat())).",
+    ),
     "make_vocab_size_divisible_by": Knob(
         64, "vocabularies are not padded; one that tp_size does not divide is refused"
     ),

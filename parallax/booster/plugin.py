@@ -26,11 +26,11 @@ from parallax.booster.knobs import (
 from parallax.booster.precision import (
     DTYPES,
     policy_faults,
-    precision_faults,
+    precision_of,
     reduction_faults,
 )
 from parallax.booster.preset import Preset
-from parallax.core.transform import Transform
+from parallax.core.transform import Transform, compose
 from parallax.errors import ParallaxError, raise_all
 from parallax.store.facts import Dtype
 
@@ -110,8 +110,8 @@ def LowLevelZeroPlugin(  # noqa: N802
 
     Args:
         stage: 1 or 2.
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-            of these must be given.
+        precision: `"bf16"`, `"fp32"`, or `"fp16"` with the knobs of its loss scale:
+            `mixed_precision("fp16", scale=initial_scale, ...)`.
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.
         communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
@@ -127,7 +127,9 @@ def LowLevelZeroPlugin(  # noqa: N802
         compose(bf16, clip(1.0), zero(2))
     """
     who = "LowLevelZeroPlugin"
-    faults = [*precision_faults(who, precision), *faults_of(who, knobs, ZERO)]
+    reduce = DTYPES.get(communication_dtype)
+    computing, knobs, faults = precision_of(who, precision, knobs, reduce=reduce)
+    faults += faults_of(who, knobs, ZERO)
     faults += reduction_faults(who, communication_dtype)
     if stage not in (1, 2):
         faults.append(
@@ -137,15 +139,10 @@ def LowLevelZeroPlugin(  # noqa: N802
             )
         )
     raise_all(faults)
-    return _preset(
-        presets.hybrid(
-            stage=cast(Literal[1, 2], stage),
-            replicas=extra_dp_size,
-            compute=cast(Dtype, precision),
-            reduce=DTYPES.get(communication_dtype),
-            max_norm=max_norm,
-        )
+    sharding = presets.hybrid(
+        stage=cast(Literal[1, 2], stage), replicas=extra_dp_size, max_norm=max_norm
     )
+    return _preset(compose(sharding, computing))
 
 
 def GeminiPlugin(  # noqa: N802
@@ -160,8 +157,8 @@ def GeminiPlugin(  # noqa: N802
     """Parameters, gradients and optimizer state sharded over the data ranks: `zero(3)`.
 
     Args:
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-            of these must be given.
+        precision: `"bf16"`, `"fp32"`, or `"fp16"` with the knobs of its loss scale:
+            `mixed_precision("fp16", scale=initial_scale, ...)`.
         shard_param_frac: 1.0 shards all parameters (`zero(3)`), 0.0 none (`zero(2)`).
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.
@@ -177,7 +174,8 @@ def GeminiPlugin(  # noqa: N802
         compose(bf16, tp(2), zero(3))
     """
     who = "GeminiPlugin"
-    faults = [*precision_faults(who, precision), *faults_of(who, knobs, GEMINI)]
+    computing, knobs, faults = precision_of(who, precision, knobs)
+    faults += faults_of(who, knobs, GEMINI)
     if shard_param_frac not in (0.0, 1.0):
         faults.append(
             ParallaxError(
@@ -186,15 +184,13 @@ def GeminiPlugin(  # noqa: N802
             )
         )
     raise_all(faults)
-    return _preset(
-        presets.hybrid(
-            stage=3 if shard_param_frac else 2,
-            replicas=extra_dp_size,
-            tensor=tp_size,
-            compute=cast(Dtype, precision),
-            max_norm=max_norm,
-        )
+    sharding = presets.hybrid(
+        stage=3 if shard_param_frac else 2,
+        replicas=extra_dp_size,
+        tensor=tp_size,
+        max_norm=max_norm,
     )
+    return _preset(compose(sharding, computing))
 
 
 def HybridParallelPlugin(  # noqa: N802
@@ -213,8 +209,8 @@ def HybridParallelPlugin(  # noqa: N802
     Args:
         tp_size: Ranks that share one batch and cut the layers.
         pp_size: Pipeline stages; 1, until pipelines are there.
-        precision: `"bf16"` or `"fp32"`. ColossalAI's default, fp16, is not there yet, so that one
-            of these must be given.
+        precision: `"bf16"`, `"fp32"`, or `"fp16"` with the knobs of its loss scale:
+            `mixed_precision("fp16", scale=initial_scale, ...)`.
         zero_stage: 0 (`dp()`), 1 or 2 (`zero(zero_stage)`).
         max_norm: Bound on the global gradient norm: `clip(max_norm)`; 0 leaves gradients as they
         are.
@@ -263,7 +259,7 @@ def MoeHybridParallelPlugin(  # noqa: N802
         tp_size: Ranks that share one batch and cut the layers.
         pp_size: Pipeline stages; 1, until pipelines are there.
         ep_size: Ranks that share out the experts; 1, until expert parallelism is there.
-        precision: `"bf16"` or `"fp32"`.
+        precision: `"bf16"`, `"fp16"` or `"fp32"`.
         zero_stage: 0 (`dp()`), 1 or 2 (`zero(zero_stage)`).
         max_norm: Bound on the global gradient norm; 0 leaves gradients as they are.
         communication_dtype: `torch.float32` (what None means) or `torch.bfloat16` for the gradient
@@ -317,7 +313,9 @@ def _hybrid(
         )
         # What belongs to pipelines is the same fault once more.
         knobs = {name: value for name, value in knobs.items() if name not in PIPELINE}
-    faults += precision_faults(who, precision)
+    reduce = DTYPES.get(communication_dtype)
+    computing, knobs, wrong = precision_of(who, precision, knobs, reduce=reduce)
+    faults += wrong
     faults += faults_of(who, knobs, known)
     faults += reduction_faults(who, communication_dtype)
     if zero_stage not in (0, 1, 2):
@@ -336,16 +334,13 @@ def _hybrid(
             )
         )
     raise_all(faults)
-    return _preset(
-        presets.hybrid(
-            stage=cast(Literal[0, 1, 2], zero_stage),
-            tensor=tp_size,
-            rules=custom_policy,
-            compute=cast(Dtype, precision),
-            reduce=DTYPES.get(communication_dtype),
-            max_norm=max_norm,
-        )
+    sharding = presets.hybrid(
+        stage=cast(Literal[0, 1, 2], zero_stage),
+        tensor=tp_size,
+        rules=custom_policy,
+        max_norm=max_norm,
     )
+    return _preset(compose(sharding, computing))
 
 
 def _preset(transform: Transform) -> Preset:

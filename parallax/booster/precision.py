@@ -1,8 +1,9 @@
-"""Precision as plugins and Booster are told it, and what of it is not there yet."""
+"""Precision as plugins and Booster are told it."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +13,17 @@ from parallax.errors import ConflictError, ParallaxError
 from parallax.store import mixed_precision
 from parallax.store.facts import Dtype, Precision
 
+NAMES = ("bf16", "fp16", "fp32")
+SCALES = {
+    "initial_scale": "scale",
+    "min_scale": "min_scale",
+    "max_scale": "max_scale",
+    "growth_factor": "growth",
+    "backoff_factor": "backoff",
+    "growth_interval": "growth_interval",
+}
+"""Knobs of the loss scale, with their names in `parallax.mixed_precision`."""
+
 DTYPES: dict[object, Dtype] = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 
@@ -20,15 +32,15 @@ def with_precision(plugin: Transform, name: str | None) -> Transform:
 
     Raises:
         ConflictError: The plugin computes in another one.
-        ParallaxError: It is not there yet.
+        ParallaxError: It is none of those that are known.
     """
     if name is None:
         return plugin
-    if name not in ("bf16", "fp32"):
+    if name not in NAMES:
         raise ParallaxError(
-            f"Booster was given mixed_precision={name!r}, and bf16 is the only mixed precision "
-            "that is there yet.\n\nUse mixed_precision='bf16' (float32 masters, no loss scale), or "
-            "'fp32'."
+            f"Booster was given mixed_precision={name!r}, and it knows bf16, fp16 and fp32.\n\nFor "
+            "float8 products compose the transform: Booster(mixed_precision='bf16', "
+            "plugin=compose(..., fp8()))."
         )
     said = join(plugin.claims).get(Precision)
     compute = said.compute if isinstance(said, Precision) else None
@@ -40,24 +52,32 @@ def with_precision(plugin: Transform, name: str | None) -> Transform:
     return compose(plugin, mixed_precision(name))
 
 
-def precision_faults(who: str, precision: str) -> list[ParallaxError]:
-    """Why a plugin does not compute in a precision."""
+def precision_of(
+    who: str, precision: str, knobs: Mapping[str, Any], *, reduce: Dtype | None = None
+) -> tuple[Transform, dict[str, Any], list[ParallaxError]]:
+    """The precision of a plugin, with its loss scale where there is one.
+
+    Args:
+        who: The plugin, for messages.
+        precision: "bf16", "fp16" or "fp32".
+        knobs: The plugin's other knobs.
+        reduce: Dtype of the gradient sum.
+
+    Returns:
+        The transform, the knobs that are left to look at, and what is wrong.
+    """
+    if precision not in NAMES:
+        fault = ParallaxError(
+            f"{who} was given precision={precision!r}.\n\nSay precision='bf16', 'fp16' or 'fp32'."
+        )
+        return compose(), dict(knobs), [fault]
+    rest, options = dict(knobs), {}
     if precision == "fp16":
-        return [
-            ParallaxError(
-                f"{who} computes in fp16 unless told otherwise, and fp16 with its loss scale is "
-                "not there yet.\n\nSay precision='bf16' (float32 masters, no loss scale) or "
-                "precision='fp32'."
-            )
-        ]
-    if precision not in ("bf16", "fp32"):
-        return [
-            ParallaxError(
-                f"{who} was given precision={precision!r}.\n\nSay precision='bf16' or "
-                "precision='fp32'."
-            )
-        ]
-    return []
+        options = {SCALES[name]: rest.pop(name) for name in knobs if name in SCALES}
+    try:
+        return mixed_precision(cast(Dtype, precision), reduce=reduce, **options), rest, []
+    except ValueError as error:
+        return compose(), rest, [ParallaxError(f"{who}: {error}")]
 
 
 def reduction_faults(who: str, dtype: torch.dtype | None) -> list[ParallaxError]:
@@ -80,9 +100,9 @@ def policy_faults(who: str, policy: Any) -> list[ParallaxError]:
         if dtype is not None and dtype not in DTYPES:
             faults.append(
                 ParallaxError(
-                    f"{who} was given a mixed_precision with {name}={dtype!r}, and computing and "
-                    "reducing in float32 and bfloat16 is all that is there yet.\n\nUse "
-                    "torch.bfloat16."
+                    f"{who} was given a mixed_precision with {name}={dtype!r}, and it takes "
+                    "float32 and bfloat16.\n\nUse torch.bfloat16; for float16, which needs a loss "
+                    f"scale, Booster(mixed_precision='fp16', plugin={who}())."
                 )
             )
     if policy.buffer_dtype is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from parallax.checkpoint.files import INDEX, read_index
-from parallax.core.boosted import Kind
+from parallax.core.state import Kind
 from parallax.errors import CheckpointError, raise_all
 
 

@@ -148,6 +148,33 @@ def test_the_hybrid_loop_trains_as_one_process_does(make: Any, world4: World) ->
     check(world4.run(loop, plugin, 11), 11, 4)
 
 
+def half(plugin: Transform) -> tuple[list[bool], int, int]:
+    """A loop in float16 whose scale overflows at first: updates made, and the scheduler's steps."""
+    model, optimizer, lr_scheduler = parts()
+    booster = Booster(plugin=plugin)
+    model, optimizer, criterion, dataloader, lr_scheduler = booster.boost(
+        model, optimizer, None, DataLoader(samples(16), batch_size=4), lr_scheduler
+    )
+    made = []
+    for _ in range(3):
+        for batch in dataloader:
+            booster.backward(criterion(model(**batch)), optimizer)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad()
+            made.append(booster.boosted(model).took_place)
+    return made, booster.boosted(model).step, lr_scheduler.last_epoch
+
+
+@pytest.mark.ranks
+def test_fp16_is_the_default_and_skipped_updates_advance_no_scheduler(world2: World) -> None:
+    plugin = LowLevelZeroPlugin(stage=2, initial_scale=2**20, max_norm=1.0)
+    for made, step, epochs in world2.run(half, plugin):
+        assert not made[0]
+        assert made[-4:] == [True] * 4
+        assert step == epochs == sum(made)
+
+
 @pytest.mark.ranks
 def test_the_examples_run_in_bf16(world2: World, world4: World) -> None:
     for world, plugin in (

@@ -20,6 +20,7 @@ from parallax import (
     clip,
     compose,
     dp,
+    fp16,
     fp32,
     mixed_precision,
     presets,
@@ -117,6 +118,13 @@ KNOBS: dict[str, list[str]] = {
             compose(zero(3), mixed_precision("bf16", reduce="fp32")),
         ),
         (LowLevelZeroPlugin(**BF16), compose(zero(1), bf16)),
+        (LowLevelZeroPlugin(), compose(zero(1), fp16)),
+        (
+            LowLevelZeroPlugin(2, initial_scale=2**10, growth_interval=500, max_norm=1.0),
+            compose(zero(2), clip(1.0), mixed_precision("fp16", scale=1024, growth_interval=500)),
+        ),
+        (GeminiPlugin(), compose(zero(3), fp16)),
+        (HybridParallelPlugin(2, 1, zero_stage=1), compose(tp(2), zero(1), fp16)),
         (
             LowLevelZeroPlugin(2, "fp32", max_norm=1.0, extra_dp_size=2),
             compose(zero(2), dp(2), fp32, clip(1.0)),
@@ -187,34 +195,12 @@ def test_no_other_value_is_taken(name: str, knob: str) -> None:
 
 
 LATER = "not there yet"
-SAY = "precision='bf16' (float32 masters, no loss scale) or precision='fp32'."
 MESSAGES: list[tuple[Any, str]] = [
-    (
-        LowLevelZeroPlugin,
-        (
-            "LowLevelZeroPlugin computes in fp16 unless told otherwise, and fp16 with its loss "
-            f"scale is not there yet.\n\nSay {SAY}"
-        ),
-    ),
-    (
-        GeminiPlugin,
-        (
-            "GeminiPlugin computes in fp16 unless told otherwise, and fp16 with its loss scale is "
-            f"not there yet.\n\nSay {SAY}"
-        ),
-    ),
-    (
-        lambda: HybridParallelPlugin(1, 1),
-        (
-            "HybridParallelPlugin computes in fp16 unless told otherwise, and fp16 with its loss "
-            f"scale is not there yet.\n\nSay {SAY}"
-        ),
-    ),
     (
         lambda: LowLevelZeroPlugin(precision="int8"),
         (
-            "LowLevelZeroPlugin was given precision='int8'.\n\nSay precision='bf16' or "
-            "precision='fp32'."
+            "LowLevelZeroPlugin was given precision='int8'.\n\nSay precision='bf16', 'fp16' or "
+            "'fp32'."
         ),
     ),
     (
@@ -236,17 +222,23 @@ MESSAGES: list[tuple[Any, str]] = [
         lambda: LowLevelZeroPlugin(**BF16, initial_scale=2**10),
         (
             "LowLevelZeroPlugin was given initial_scale=1024, and scaling the loss belongs to "
-            "fp16, which is not there yet.\n\nLeave it out: precision='bf16' needs no loss scale."
+            "fp16.\n\nLeave it out: precision='bf16' needs no loss scale."
+        ),
+    ),
+    (
+        lambda: LowLevelZeroPlugin(initial_scale=1000),
+        (
+            "LowLevelZeroPlugin: mixed_precision was given scale=1000. Give a power of two, so "
+            "that "
+            "scaling rounds nothing: 1024, 0.5, ..."
         ),
     ),
     (
         lambda: LowLevelZeroPlugin(cpu_offload=True, stage=5),
         (
-            "3 faults:\n\n1. LowLevelZeroPlugin computes in fp16 unless told otherwise, and fp16 "
-            f"with its loss scale is not there yet.\n\nSay {SAY}\n\n"
-            "2. LowLevelZeroPlugin was given cpu_offload=True, and offloading to the CPU is not "
-            "there yet.\n\nLeave cpu_offload out.\n\n"
-            "3. LowLevelZeroPlugin was given stage=5, and it knows 1 and 2.\n\nFor sharded "
+            "2 faults:\n\n1. LowLevelZeroPlugin was given cpu_offload=True, and offloading to the "
+            "CPU is not there yet.\n\nLeave cpu_offload out.\n\n"
+            "2. LowLevelZeroPlugin was given stage=5, and it knows 1 and 2.\n\nFor sharded "
             "parameters use GeminiPlugin(precision='bf16') or Booster(plugin=zero(3))."
         ),
     ),
@@ -304,8 +296,9 @@ MESSAGES: list[tuple[Any, str]] = [
         ),
         (
             "3 faults:\n\n1. TorchFSDPPlugin was given a mixed_precision with "
-            "param_dtype=torch.float16, and computing and reducing in float32 and bfloat16 is all "
-            "that is there yet.\n\nUse torch.bfloat16.\n\n"
+            "param_dtype=torch.float16, and it takes float32 and bfloat16.\n\nUse torch.bfloat16; "
+            "for float16, which needs a loss scale, Booster(mixed_precision='fp16', "
+            "plugin=TorchFSDPPlugin()).\n\n"
             "2. TorchFSDPPlugin was given a mixed_precision with buffer_dtype=torch.bfloat16, and "
             "buffers keep their dtype.\n\nLeave buffer_dtype out, or convert the buffers in the "
             "model.\n\n3. TorchFSDPPlugin was given a mixed_precision with "
@@ -314,11 +307,11 @@ MESSAGES: list[tuple[Any, str]] = [
         ),
     ),
     (
-        lambda: Booster(mixed_precision="fp16", plugin=TorchDDPPlugin()),
+        lambda: Booster(mixed_precision="fp8", plugin=TorchDDPPlugin()),
         (
-            "Booster was given mixed_precision='fp16', and bf16 is the only mixed precision that "
-            "is there yet.\n\nUse mixed_precision='bf16' (float32 masters, no loss scale), or "
-            "'fp32'."
+            "Booster was given mixed_precision='fp8', and it knows bf16, fp16 and fp32.\n\nFor "
+            "float8 products compose the transform: Booster(mixed_precision='bf16', "
+            "plugin=compose(..., fp8()))."
         ),
     ),
     (

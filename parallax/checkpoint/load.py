@@ -13,9 +13,10 @@ from torch import Tensor
 
 from parallax.checkpoint.files import Entry, Index, Part, crc32, flat, read_index
 from parallax.checkpoint.save import settings
-from parallax.core.boosted import KINDS, Boosted, Kind
+from parallax.core.boosted import Boosted
 from parallax.core.mesh import agree
 from parallax.core.slices import Box, box, like, local
+from parallax.core.state import KINDS, Kind
 from parallax.errors import CheckpointError
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})

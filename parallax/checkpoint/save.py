@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from parallax.checkpoint.files import INDEX, Entry, Index, Part, crc32, flat
 from parallax.core.axes import AXES
 from parallax.core.bind import group_names
-from parallax.core.boosted import KINDS, Boosted, Kind
+from parallax.core.boosted import Boosted
 from parallax.core.mesh import agree
 from parallax.core.slices import Box, box, held_once, local
+from parallax.core.state import KINDS, Kind
 from parallax.errors import CheckpointError
 
 Row = tuple[str, str, tuple[int, ...], Box, int]

@@ -15,12 +15,10 @@ from parallax.core.mesh import device_of, rank_on
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, LossFn, Room
 from parallax.core.slices import cut
-from parallax.core.state import KINDS, Kind, State
+from parallax.core.state import State
 from parallax.core.step import Seen, cut_rows, loss_of, read_loss, rows_of, to_device
 from parallax.core.weigh import weigh
 from parallax.errors import DataError, StepError
-
-__all__ = ["KINDS", "Boosted", "Kind"]
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

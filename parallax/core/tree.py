@@ -6,7 +6,8 @@ from typing import Any
 
 import optree
 
-from parallax.core.boosted import KINDS, Boosted
+from parallax.core.boosted import Boosted
+from parallax.core.state import KINDS
 
 
 class Handle:

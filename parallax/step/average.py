@@ -44,7 +44,6 @@ class Average:
         averages = {n: like(_wide(local(p.detach())), p) for n, p in trained.items()}
         self._parts = [(p, local(averages[n])) for n, p in trained.items()]
         self._updates = torch.zeros((), dtype=torch.int64)
-        self.swapped = False
         self.room = Room(
             state={"updates": self._updates, "averages": averages},
             notes={"average": self},
@@ -57,7 +56,7 @@ class Average:
 
     def update(self) -> bool | Tensor | None:
         """Update, then move the averages, if the update took place."""
-        if self.swapped:
+        if self.room.busy:
             raise StepError(
                 "an update was asked for inside boosted.averaged(), where the model holds the "
                 "averaged weights.\n\nLeave the block first."
@@ -89,8 +88,7 @@ class Average:
             kept = average.clone()
             average.copy_(part)
             part.copy_(kept)
-        self.swapped = not self.swapped
-        self.room.busy = "inside boosted.averaged()" if self.swapped else ""
+        self.room.busy = "" if self.room.busy else "inside boosted.averaged()"
 
 
 def _wide(part: Tensor) -> Tensor:
@@ -117,7 +115,7 @@ def averaged(boosted: Boosted) -> Iterator[None]:
             "ema(0.999)."
         )
     average: Average = room.notes["average"]
-    if average.swapped:
+    if room.busy:
         raise StepError("averaged() was entered twice.\n\nLeave the block before entering again.")
     average.swap()
     try:

@@ -47,13 +47,7 @@ def linear(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
     Raises:
         ValueError: The numbers do not fit: see the message.
     """
-    _driven("linear", optimizer)
-    _whole("linear", warmup=warmup, steps=steps)
-    _fits("linear", steps, floor, warmup=warmup)
-    return LambdaLR(
-        optimizer,
-        _warm(warmup, lambda t: floor + (1 - floor) * (1 - _share(t, warmup, steps))),
-    )
+    return _down("linear", optimizer, steps, warmup, floor, lambda way: 1 - way)
 
 
 def cosine(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 0.0) -> LambdaLR:
@@ -68,14 +62,9 @@ def cosine(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
     Raises:
         ValueError: The numbers do not fit: see the message.
     """
-    _driven("cosine", optimizer)
-    _whole("cosine", warmup=warmup, steps=steps)
-    _fits("cosine", steps, floor, warmup=warmup)
-
-    def factor(t: int) -> float:
-        return floor + (1 - floor) * (1 + math.cos(math.pi * _share(t, warmup, steps))) / 2
-
-    return LambdaLR(optimizer, _warm(warmup, factor))
+    return _down(
+        "cosine", optimizer, steps, warmup, floor, lambda way: (1 + math.cos(math.pi * way)) / 2
+    )
 
 
 def inverse_sqrt(optimizer: Optimizer, *, warmup: int) -> LambdaLR:
@@ -120,6 +109,24 @@ def wsd(
     return LambdaLR(
         optimizer,
         _warm(warmup, lambda t: floor + (1 - floor) * (1 - _share(t, begin, steps))),
+    )
+
+
+def _down(
+    name: str,
+    optimizer: Optimizer,
+    steps: int,
+    warmup: int,
+    floor: float,
+    shape: Callable[[float], float],
+) -> LambdaLR:
+    """From 1 at the end of the warm-up to `floor` at the end; `shape` is 1 at 0 and 0 at 1."""
+    _driven(name, optimizer)
+    _whole(name, warmup=warmup, steps=steps)
+    _fits(name, steps, floor, warmup=warmup)
+    return LambdaLR(
+        optimizer,
+        _warm(warmup, lambda t: floor + (1 - floor) * shape(_share(t, warmup, steps))),
     )
 
 

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-TINY = torch.finfo(torch.float32).tiny
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+from parallax.store.compress import LARGEST, TINY
 
 
 def to_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

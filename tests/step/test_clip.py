@@ -218,6 +218,35 @@ def test_a_gradient_at_the_bound_is_left_bit_for_bit(order: Any, world2: World) 
             assert same
 
 
+def exchanges(transform: Transform) -> list[int]:
+    """The sizes of what an update sums over the ranks."""
+    import torch.distributed as dist
+
+    model = gpt()
+    boosted = transform(model, toys.momentum(model))
+    boosted.grad(toys.next_token, boosted.shard(toys.tokens(4)))
+    sizes: list[int] = []
+    real = dist.all_reduce
+
+    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return real(tensor, *args, **options)
+
+    dist.all_reduce = counting
+    try:
+        boosted.update()
+    finally:
+        dist.all_reduce = real
+    return sorted(sizes)
+
+
+@pytest.mark.parametrize("layout", [dp(), zero(3), tp(2)], ids=repr)
+def test_it_costs_one_number(layout: Transform, world2: World) -> None:
+    without = world2.run(exchanges, layout)[0]
+    clipped = world2.run(exchanges, compose(layout, clip(0.1, value=1.0)))[0]
+    assert sorted([*without, 1]) == clipped
+
+
 # -- norms that are not finite
 
 

@@ -46,6 +46,13 @@ def linear(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
 
     Raises:
         ValueError: The numbers do not fit: see the message.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> (factor,) = linear(sgd, steps=4, warmup=2).lr_lambdas
+        >>> [round(factor(t), 4) for t in range(5)]
+        [0.0, 0.5, 1.0, 0.5, 0.0]
     """
     return _down("linear", optimizer, steps, warmup, floor, lambda way: 1 - way)
 
@@ -61,6 +68,13 @@ def cosine(optimizer: Optimizer, *, steps: int, warmup: int = 0, floor: float = 
 
     Raises:
         ValueError: The numbers do not fit: see the message.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> (factor,) = cosine(sgd, steps=2, floor=0.5).lr_lambdas
+        >>> [round(factor(t), 4) for t in range(3)]
+        [1.0, 0.75, 0.5]
     """
     return _down(
         "cosine", optimizer, steps, warmup, floor, lambda way: (1 + math.cos(math.pi * way)) / 2
@@ -76,6 +90,13 @@ def inverse_sqrt(optimizer: Optimizer, *, warmup: int) -> LambdaLR:
 
     Raises:
         ValueError: The warm-up is not a positive whole number.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> (factor,) = inverse_sqrt(sgd, warmup=1).lr_lambdas
+        >>> [round(factor(t), 4) for t in range(3)]
+        [0.0, 1.0, 0.7071]
     """
     _driven("inverse_sqrt", optimizer)
     _whole("inverse_sqrt", warmup=warmup)
@@ -101,6 +122,13 @@ def wsd(
 
     Raises:
         ValueError: The numbers do not fit: see the message.
+
+    Example:
+        >>> import torch
+        >>> sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+        >>> (factor,) = wsd(sgd, steps=4, decay=2).lr_lambdas
+        >>> [round(factor(t), 4) for t in range(5)]
+        [1.0, 1.0, 1.0, 0.5, 0.0]
     """
     _driven("wsd", optimizer)
     _whole("wsd", warmup=warmup, decay=decay, steps=steps)

@@ -1,5 +1,6 @@
 """parallax: composable functional transforms for distributed PyTorch training."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 # transforms
@@ -36,25 +37,23 @@ from parallax.surgery import fp8
 from parallax.tensor import tensor_parallel, tp
 
 if TYPE_CHECKING:
+    from parallax.checkpoint.load import load
     from parallax.core.boosted import Boosted
     from parallax.core.step import MicroBatches
     from parallax.testing.verify import verify
 
+# These need DTensor, whose import costs half as much as torch's: see parallax.core.late.
+_LATE = {
+    "Boosted": "parallax.core.boosted",
+    "MicroBatches": "parallax.core.step",
+    "load": "parallax.checkpoint.load",
+    "verify": "parallax.testing.verify",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Boosted needs DTensor, whose import costs half as much as torch's: see parallax.core.late.
-    if name == "Boosted":
-        from parallax.core.boosted import Boosted
-
-        return Boosted
-    if name == "MicroBatches":
-        from parallax.core.step import MicroBatches
-
-        return MicroBatches
-    if name == "verify":
-        from parallax.testing.verify import verify
-
-        return verify
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -97,6 +96,7 @@ __all__ = [
     "launch",
     "launch_from_torch",
     "layout",
+    "load",
     "mixed_precision",
     "override",
     "parse",

@@ -15,7 +15,8 @@ from parallax.blocks.lower import Unit
 from parallax.blocks.offload import Shelf
 from parallax.blocks.transforms import clash
 from parallax.blocks.trial import Trial
-from parallax.blocks.which import fit, need, shown, spread
+from parallax.blocks.which import fit, need, spread
+from parallax.core.amount import shown
 from parallax.core.mesh import device_of
 from parallax.core.plan import Plan
 from parallax.core.rewrite import Draft, Room

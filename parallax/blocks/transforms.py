@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from parallax.blocks.facts import Compilation, Keep, Recomputation, Which
-from parallax.blocks.which import bytes_of
+from parallax.core.amount import bytes_of
 from parallax.core.late import Late
 from parallax.core.phase import Phase
 from parallax.core.rewrite import Rewrite

@@ -1,7 +1,21 @@
-"""Training state as files: safetensors parts and one JSON index, no pickle."""
+"""Training state as files: safetensors of whole tensors and one JSON index, no pickle."""
 
-from parallax.checkpoint.files import Index, Part, read_index
-from parallax.checkpoint.load import load_
+from parallax.checkpoint.background import Saving
+from parallax.checkpoint.files import Entry, Index, Piece, read_index
+from parallax.checkpoint.folder import latest
+from parallax.checkpoint.load import load, load_
+from parallax.checkpoint.read import Reader
 from parallax.checkpoint.save import save
 
-__all__ = ["Index", "Part", "load_", "read_index", "save"]
+__all__ = [
+    "Entry",
+    "Index",
+    "Piece",
+    "Reader",
+    "Saving",
+    "latest",
+    "load",
+    "load_",
+    "read_index",
+    "save",
+]

@@ -1,55 +1,65 @@
-"""The layout of a checkpoint directory.
+"""The index of a checkpoint directory: what is in which file, and how its bytes are checked.
 
-    index.json              what there is: for each tensor its dtype, whole shape, and its parts
-    rank-00000.safetensors  the parts that rank 0 answers for; and so on
+    index.json                       this index
+    model.safetensors, or model-00001-of-0000N.safetensors with model.safetensors.index.json
+    state.safetensors, or state-00001-of-0000N.safetensors
 
-A tensor's key is its path in the boosted tree: `params/<name>`, `buffers/<name>`,
-`moments/<name>/<entry>`, `rooms/<room>/<entry>`. A part is a block of the whole tensor, so any rank
-of any composition can read just the blocks that meet its own.
+A tensor's key is its path: `params/<name>`, `buffers/<name>`, `moments/<name>/<entry>`,
+`rooms/<room>/<entry>`, `random/<rank>/<generator>`, `attached/<name>/<number>`. Parameters and
+buffers lie in the model's files under their own names, as any reader of safetensors expects.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from parallax.checkpoint.layout import Spec
 from parallax.core.slices import Box
 from parallax.errors import CheckpointError
 
 INDEX = "index.json"
 FORMAT = "parallax"
-VERSION = 1
+VERSION = 2
+
+_SEAL = re.compile(rb',\n "crc32": (\d{1,10})\n\}\n\Z')
 
 
 @dataclass(frozen=True)
-class Part:
-    """A block of a tensor in a file.
+class Piece:
+    """The box of a tensor that one rank wrote, and the CRC-32 of each of its chunks."""
 
-    Attributes:
-        file: Name of the file in the checkpoint's directory.
-        box: Which block of the whole tensor it is.
-        crc: CRC-32 of its bytes.
-    """
-
-    file: str
     box: Box
-    crc: int
+    crcs: tuple[int, ...]
 
 
 @dataclass
 class Entry:
-    """A whole tensor: dtype as torch spells it, shape, and the parts it lies in."""
+    """A whole tensor.
+
+    Attributes:
+        dtype: As torch spells it.
+        shape: Its shape.
+        file: Name of the file in the checkpoint's directory.
+        name: What it is called in there.
+        pieces: The boxes that make it up.
+    """
 
     dtype: str
     shape: tuple[int, ...]
-    parts: list[Part] = field(default_factory=list)
+    file: str
+    name: str
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def spec(self) -> Spec:
+        """Dtype and shape."""
+        return Spec(self.dtype, self.shape)
 
 
 @dataclass
@@ -60,10 +70,13 @@ class Index:
         composition: The composition it was saved under, as text.
         step: Number of updates made.
         tensors: Entries by key.
-        values: State that is no tensor, by key.
+        values: State that is no tensor, by key; see `parallax.checkpoint.plain`.
         groups: The optimizer's groups: parameter names and settings.
         optimizer: Name of the optimizer's class.
         token: What every file of this checkpoint carries, and no other's does.
+        texts: CRC-32 of each further file of text, by name.
+        world: Sizes of the mesh's axes that it was saved under, outermost first.
+        kinds: The kinds of state that were saved.
     """
 
     composition: str
@@ -73,35 +86,46 @@ class Index:
     groups: list[dict[str, Any]] = field(default_factory=list)
     optimizer: str | None = None
     token: str = ""
+    texts: dict[str, int] = field(default_factory=dict)
+    world: dict[str, int] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        """The index as text."""
+    @property
+    def files(self) -> list[str]:
+        """Names of the files of tensors."""
+        return sorted({entry.file for entry in self.tensors.values()})
+
+    def to_text(self) -> bytes:
+        """The index as it is written: JSON that ends with the CRC-32 of what stands before."""
         tensors = {
             key: {
                 "dtype": entry.dtype,
                 "shape": entry.shape,
-                "parts": [
-                    {
-                        "file": p.file,
-                        "offsets": p.box.offsets,
-                        "lengths": p.box.lengths,
-                        "crc32": p.crc,
-                    }
-                    for p in entry.parts
+                "file": entry.file,
+                "name": entry.name,
+                "pieces": [
+                    {"offsets": p.box.offsets, "lengths": p.box.lengths, "crc32": p.crcs}
+                    for p in entry.pieces
                 ],
             }
-            for key, entry in sorted(self.tensors.items())
+            for key, entry in self.tensors.items()
         }
-        rest = {
+        body = {
             "format": FORMAT,
             "version": VERSION,
             "composition": self.composition,
             "step": self.step,
-            "token": self.token,
+            "kinds": self.kinds,
+            "world": self.world,
             "optimizer": self.optimizer,
+            "groups": self.groups,
+            "values": self.values,
+            "token": self.token,
+            "texts": self.texts,
+            "tensors": tensors,
         }
-        tail = {"tensors": tensors, "values": self.values, "groups": self.groups}
-        return json.dumps({**rest, **tail}, indent=1)
+        text = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
+        return text + b',\n "crc32": %d\n}\n' % zlib.crc32(text)
 
 
 def read_index(directory: Path) -> Index:
@@ -112,37 +136,47 @@ def read_index(directory: Path) -> Index:
     """
     path = directory / INDEX
     try:
-        raw = json.loads(path.read_text())
+        data = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(_nothing_there(directory)) from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(_unreadable(path, str(error))) from None
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(_unreadable(path, f"{type(error).__name__}: {error}")) from None
+    if not isinstance(raw, dict) or (raw.get("format"), raw.get("version")) != (FORMAT, VERSION):
+        found = raw if isinstance(raw, dict) else {}
         raise CheckpointError(
-            f"the index {path} cannot be read: {error}.\n\nThe file is damaged; load another "
-            "checkpoint."
-        ) from None
+            f"the index {path} is not one of a parallax checkpoint of this version: it says format "
+            f"{found.get('format')!r}, version {found.get('version')!r}, and format {FORMAT!r}, "
+            f"version {VERSION} is read.\n\nGive a directory that boosted.save wrote; "
+            "load_pretrained and `parallax convert` read others."
+        )
+    seal = _SEAL.search(data)
+    if seal is None or int(seal[1]) != zlib.crc32(data[: seal.start()]):
+        raise CheckpointError(
+            _unreadable(path, "its bytes do not have the checksum at its end, so it was changed")
+        )
     try:
         return _index(raw)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"the index {path} is not one of a parallax checkpoint: {type(error).__name__}: "
-            f"{error}.\n\nExpected format {FORMAT!r}, version {VERSION}."
-        ) from None
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(_unreadable(path, f"{type(error).__name__}: {error}")) from None
 
 
 def _index(raw: dict[str, Any]) -> Index:
-    if raw["format"] != FORMAT or raw["version"] != VERSION:
-        raise ValueError(f"format {raw['format']!r}, version {raw['version']!r}")
     tensors = {
-        key: Entry(
+        str(key): Entry(
             dtype=str(row["dtype"]),
-            shape=tuple(map(int, row["shape"])),
-            parts=[
-                Part(
-                    _plain_name(p["file"]),
-                    Box(tuple(map(int, p["offsets"])), tuple(map(int, p["lengths"]))),
-                    int(p["crc32"]),
+            shape=_sizes(row["shape"]),
+            file=_plain_name(row["file"]),
+            name=str(row["name"]),
+            pieces=[
+                Piece(
+                    _inside(Box(_sizes(p["offsets"]), _sizes(p["lengths"])), _sizes(row["shape"])),
+                    _sizes(p["crc32"]),
                 )
-                for p in row["parts"]
+                for p in row["pieces"]
             ],
         )
         for key, row in raw["tensors"].items()
@@ -155,32 +189,47 @@ def _index(raw: dict[str, Any]) -> Index:
         groups=list(raw["groups"]),
         optimizer=raw["optimizer"],
         token=str(raw["token"]),
+        texts={_plain_name(name): int(crc) for name, crc in raw["texts"].items()},
+        world={str(axis): int(size) for axis, size in raw["world"].items()},
+        kinds=[str(kind) for kind in raw["kinds"]],
     )
 
 
-def _plain_name(name: str) -> str:
-    if Path(name).name != name:  # an index from elsewhere must not point outside its directory
+def _sizes(row: Any) -> tuple[int, ...]:
+    sizes = tuple(map(int, row))
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"{list(row)} holds a negative size")
+    return sizes
+
+
+def _inside(box: Box, shape: tuple[int, ...]) -> Box:
+    ends = [o + n for o, n in zip(box.offsets, box.lengths, strict=True)]
+    if len(ends) != len(shape) or any(e > s for e, s in zip(ends, shape, strict=True)):
+        raise ValueError(f"the piece {box} leaves the shape {shape}")
+    return box
+
+
+def _plain_name(name: Any) -> str:
+    if not isinstance(name, str) or Path(name).name != name:
+        # An index from elsewhere must not point outside its directory.
         raise ValueError(f"the file name {name!r} leaves the directory")
     return name
 
 
+def _unreadable(path: Path, why: str) -> str:
+    return (
+        f"the index {path} cannot be read: {why}.\n\nThe file is damaged; load another checkpoint."
+    )
+
+
 def _nothing_there(directory: Path) -> str:
     if not directory.exists():
-        near = sorted(p.parent.name for p in directory.parent.glob(f"*/{INDEX}"))
+        near = sorted(p.parent.name for p in directory.parent.glob(f"[!.]*/{INDEX}"))
         found = f"there is no such directory; beside it: {', '.join(near) or 'no checkpoint'}"
     else:
         files = sorted(p.name for p in directory.iterdir())[:6]
         found = f"the directory holds no {INDEX} but {', '.join(files) or 'nothing'}"
     return f"no checkpoint at {directory}: {found}.\n\nGive the directory that boosted.save wrote."
-
-
-def crc32(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes; the tensor is contiguous and on the CPU."""
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return 0
-    # Not through numpy, which is no dependency and knows no bfloat16.
-    return zlib.crc32((ctypes.c_char * size).from_address(tensor.data_ptr()))
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,71 +1,201 @@
-"""Reading a checkpoint into any composition: every rank reads the blocks that meet its own."""
+"""Reading a checkpoint into any composition: every rank reads the slices it holds."""
 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from parallax.checkpoint.files import Entry, Index, Part, crc32, flat, read_index
-from parallax.checkpoint.save import settings
+from parallax.checkpoint.content import settings
+from parallax.checkpoint.files import flat
+from parallax.checkpoint.folder import find
+from parallax.checkpoint.layout import Spec
+from parallax.checkpoint.plain import back
+from parallax.checkpoint.random import restore, source
+from parallax.checkpoint.read import Reader, whole_box
+from parallax.checkpoint.together import Ranks
 from parallax.core.boosted import Boosted
-from parallax.core.mesh import agree
 from parallax.core.slices import Box, box, like, local
 from parallax.core.state import KINDS, Kind
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, ParallaxError
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a group that say by which kernels it is stepped, not what is computed."""
 
+Resume = Literal["must", "auto"]
+
+
+def load(
+    directory: str | os.PathLike[str],
+    transform: Any,
+    model_fn: Callable[[], nn.Module],
+    optimizer_fn: Callable[[nn.Module], Optimizer] | None = None,
+    *,
+    kinds: tuple[Kind, ...] = KINDS,
+    resume: Resume = "must",
+) -> Boosted:
+    """Make a model and an optimizer, boost them, and read a checkpoint into them.
+
+    Args:
+        directory: What `boosted.save` wrote: a checkpoint, or a folder of them, of which the newest
+            is taken.
+        transform: The composition to go on under; None takes the one it was saved under.
+        model_fn: Makes the model.
+        optimizer_fn: Makes its optimizer from the model.
+        kinds: Which kinds of state to read.
+        resume: `"auto"` begins anew where there is no checkpoint yet, so that a job that is
+            restarted goes on by itself.
+
+    Returns:
+        The pair, at the step of the checkpoint.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, or it does not fit.
+
+    Example:
+        >>> boosted = parallax.load(  # doctest: +SKIP
+        ...     "runs/a", compose(tp(2), zero(2)), make_model, make_optimizer, resume="auto")
+    """
+    ranks = Ranks()
+    path = _resolve(ranks, Path(directory), resume)
+    if transform is None:
+        if path is None:
+            raise CheckpointError(
+                f"load was given no transform, and there is no checkpoint at {directory} to take "
+                "one from.\n\nGive the transform to begin with."
+            )
+        transform = ranks.do(lambda: _said(path), "the composition cannot be read")
+    model = model_fn()
+    boosted = transform(model, optimizer_fn(model) if optimizer_fn else None)
+    if path is not None:
+        load_(boosted, path, kinds=kinds)
+    return boosted
+
+
+def _said(path: Path) -> Any:
+    from parallax.core.late import Late
+
+    with Reader(path) as reader:
+        return Late("parallax.parse:parse")(reader.index.composition)
+
 
 def load_(
-    boosted: Boosted, directory: str | os.PathLike[str], *, kinds: tuple[Kind, ...] = KINDS
-) -> None:
+    boosted: Boosted,
+    directory: str | os.PathLike[str],
+    *,
+    kinds: tuple[Kind, ...] = KINDS,
+    resume: Resume = "must",
+) -> bool:
     """Read a checkpoint into a boosted pair, in place, whatever composition saved it.
 
     Args:
         boosted: The pair to write into; collective over all ranks.
-        directory: What `save` wrote.
-        kinds: Which parts of the state to read.
+        directory: What `save` wrote: a checkpoint, or a folder of them, of which the newest is
+            taken.
+        kinds: Which kinds of state to read.
+        resume: `"auto"` changes nothing where there is no checkpoint yet.
+
+    Returns:
+        Whether there was one.
 
     Raises:
         CheckpointError: It is missing, damaged, or does not fit this model or optimizer. Raised on
             every rank before anything is changed.
 
     Cost:
-        Each rank reads the blocks it holds, and holds them twice while loading.
+        Each rank reads the slices it holds twice: to check them, and to copy them. Beside what it
+        holds already it needs one chunk (about 4 MiB) of memory.
     """
+    if boosted.saving is not None:
+        before, boosted.saving = boosted.saving, None
+        before.result()
     boosted.free("load_")
-    path = Path(directory).absolute()
-    fault, tree, index = "", {}, None
+    ranks = Ranks()
+    ranks.do(lambda: _checked(kinds, resume))
+    path = _resolve(ranks, Path(directory), resume)
+    if path is None:
+        return False
+    what = f"the checkpoint {path} cannot be read"
+    reader: Reader = ranks.do(lambda: Reader(path), what)
+    with reader:
+        tree, states = ranks.do(lambda: _checked_leaves(boosted, reader, kinds), what)
+        if "attached" in kinds:
+            ranks.do(lambda: _give(boosted, states), what)
+        ranks.do(lambda: boosted.write_(tree, kinds=kinds), f"{what}, and the pair is half loaded")
+        if boosted.optimizer is not None and "moments" in kinds:
+            for group, saved in zip(
+                boosted.optimizer.param_groups, reader.index.groups, strict=True
+            ):
+                for key, value in saved["settings"].items():
+                    if key not in HOW:
+                        group[key] = restored(value, group.get(key))
+        if "random" in kinds and "random" in reader.index.kinds:
+            state, number = _randomness(boosted, reader)
+            restore(state, number)
+    return True
+
+
+def _checked(kinds: tuple[Kind, ...], resume: str) -> None:
+    odd = [kind for kind in kinds if kind not in KINDS]
+    if odd:
+        raise CheckpointError(
+            f"load_ was given kinds={tuple(kinds)!r}.\n\nGive some of {', '.join(KINDS)}."
+        )
+    if resume not in ("must", "auto"):
+        raise CheckpointError(f"load_ was given resume={resume!r}.\n\nGive 'must' or 'auto'.")
+
+
+def _resolve(ranks: Ranks, directory: Path, resume: str) -> Path | None:
+    """The checkpoint that is meant, as rank 0 sees it; None where none need be and none is."""
+    path = directory.absolute()
+    found = ranks.from_first(find(path) if ranks.rank == 0 else None)
+    return found if found is not None or resume == "auto" else path
+
+
+def _give(boosted: Boosted, states: dict[str, Any]) -> None:
     try:
-        index = read_index(path)
-        _fits(boosted, index, kinds, path)
-        with ExitStack() as stack:
-            tree = _read(boosted, index, kinds, _Reader(path, index.token, stack))
-    except CheckpointError as error:
-        fault = str(error)
-    except Exception as error:  # noqa: BLE001  the other ranks must not be left waiting
-        fault = f"the checkpoint {path} cannot be read: {type(error).__name__}: {error}."
-    _, found = agree("", fault)
-    if any(found):
-        raise CheckpointError(next(text for text in found if text))
-    assert index is not None, "an index was read, or a fault raised"
-    boosted.write_(tree, kinds=kinds)
-    if boosted.optimizer is not None and "moments" in kinds:
-        for group, saved in zip(boosted.optimizer.param_groups, index.groups, strict=True):
-            for key, value in saved["settings"].items():
-                if key not in HOW:
-                    group[key] = restored(value, group.get(key))
+        boosted.along.load(states)
+    except ParallaxError as error:
+        raise CheckpointError(str(error)) from None
 
 
-def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -> None:
-    faults: list[str] = []
+def _checked_leaves(
+    boosted: Boosted, reader: Reader, kinds: tuple[Kind, ...]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """This rank's leaves, still in the files but checked, and the states of what goes along."""
+    faults = [*_faults(boosted, reader, kinds)]
+    if faults:
+        shown = "\n".join(f"  {fault}" for fault in faults[:8])
+        more = f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
+        raise CheckpointError(
+            f"the checkpoint {reader.directory} does not fit {boosted.title}:\n{shown}{more}\n\n"
+            "Build the model and the optimizer's groups as they were when it was saved, attach "
+            "what was attached, or read less of it with kinds=."
+        )
+    tree = _leaves(boosted, reader, kinds)
+    for _, leaf in flat(tree):
+        if isinstance(leaf, Slice):
+            reader.check(leaf.key, leaf.wanted)
+    states = {}
+    if "attached" in kinds:
+        states = {
+            key.removeprefix("attached/"): _plain_state(reader, key)
+            for key in reader.index.values
+            if key.startswith("attached/")
+        }
+    if "random" in kinds and "random" in reader.index.kinds:
+        _randomness(boosted, reader)
+    return tree, states
+
+
+def _faults(boosted: Boosted, reader: Reader, kinds: tuple[Kind, ...]) -> list[str]:
+    index, faults = reader.index, []
     for kind in ("params", "buffers"):
         if kind not in kinds:
             continue
@@ -94,37 +224,70 @@ def _fits(boosted: Boosted, index: Index, kinds: tuple[Kind, ...], path: Path) -
                 f"the optimizer has {len(mine)} groups of {[len(m) for m in mine]} parameters, the "
                 f"checkpoint {len(theirs)} of {[len(m) for m in theirs]}, or in another order"
             )
-    if faults:
-        shown = "\n".join(f"  {fault}" for fault in faults[:8])
-        more = f"\n  and {len(faults) - 8} more" if len(faults) > 8 else ""
-        raise CheckpointError(
-            f"the checkpoint {path} does not fit {boosted.title}:\n{shown}{more}\n\n"
-            "Build the model and the optimizer's groups as they were when it was saved."
-        )
+    if "attached" in kinds and "attached" in index.kinds:
+        saved = {key.removeprefix("attached/") for key in index.values}
+        faults += [f"{name} is attached here only" for name in boosted.along.missing(saved)]
+    return faults
 
 
-def _read(
-    boosted: Boosted, index: Index, kinds: tuple[Kind, ...], reader: _Reader
-) -> dict[str, Any]:
-    tree: dict[str, Any] = {kind: {} for kind in KINDS}
+@dataclass(frozen=True)
+class Slice:
+    """A leaf that is still in a file: this rank's box of a tensor.
+
+    Attributes:
+        reader: What reads it.
+        key: The tensor's key.
+        wanted: This rank's box.
+        model: What the leaf is laid out like; None for a plain tensor.
+        device: Where it goes.
+        dtype: What it becomes.
+    """
+
+    reader: Reader
+    key: str
+    wanted: Box
+    model: Tensor | None
+    device: torch.device
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The leaf as a new tensor."""
+        part = torch.empty(self.wanted.lengths, dtype=self.dtype, device=self.device)
+        self.reader.copy_(part, self.key, self.wanted)
+        return part if self.model is None else like(part, self.model)
+
+    def read_into(self, target: Tensor) -> None:
+        """The leaf, written into a rank's part."""
+        self.reader.copy_(target, self.key, self.wanted)
+
+
+def _slice(reader: Reader, key: str, target: Tensor) -> Slice:
+    part = local(target)
+    return Slice(reader, key, box(target), target, part.device, part.dtype)
+
+
+def _leaves(boosted: Boosted, reader: Reader, kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    index = reader.index
+    tree: dict[str, Any] = {"params": {}, "buffers": {}, "moments": {}, "rooms": {}}
     tree["step"] = torch.tensor(index.step)
-    for kind in ("params", "buffers"):
-        if kind in kinds:
-            for name, target in boosted.leaves(kind).items():
-                key = f"{kind}/{name}"
-                block = reader.block(key, index.tensors[key], box(target))
-                tree[kind][name] = like(block.to(local(target).device), target)
-    if "moments" in kinds and boosted.optimizer is not None:
-        tree["moments"] = _moments(boosted, index, reader)
-    if "rooms" in kinds:
-        for room, state in boosted.rooms.items():
-            for entry, target in flat(state.state):
-                key = f"rooms/{room}/{entry}"
-                if key in index.tensors and isinstance(target, Tensor):
-                    block = reader.block(key, index.tensors[key], box(target))
-                    _put(tree["rooms"].setdefault(room, {}), entry, like(block, target))
-                elif key in index.values:
-                    _put(tree["rooms"].setdefault(room, {}), entry, index.values[key])
+    with torch.no_grad():
+        for kind in ("params", "buffers"):
+            if kind in kinds:
+                for name, target in boosted.leaves(kind).items():
+                    tree[kind][name] = _slice(reader, f"{kind}/{name}", target)
+        if "moments" in kinds and boosted.optimizer is not None:
+            tree["moments"] = _moments(boosted, reader)
+        if "rooms" in kinds:
+            for room, state in boosted.rooms.items():
+                for entry, target in flat(state.state):
+                    key = f"rooms/{room}/{entry}"
+                    if key in index.tensors and isinstance(target, Tensor):
+                        leaf: Any = _slice(reader, key, target)
+                    elif key in index.values:
+                        leaf = back(index.values[key])
+                    else:
+                        continue
+                    _put(tree["rooms"].setdefault(room, {}), entry, leaf)
     return tree
 
 
@@ -135,37 +298,48 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
-def _moments(boosted: Boosted, index: Index, reader: _Reader) -> dict[str, dict[str, Any]]:
+def _moments(boosted: Boosted, reader: Reader) -> dict[str, dict[str, Any]]:
     moments: dict[str, dict[str, Any]] = {}
-    params = boosted.params
+    index, params = reader.index, boosted.params
     counts = _counts_on_device(boosted)
-    for key, entry in index.tensors.items():
+    for key in (*index.tensors, *index.values):
         if not key.startswith("moments/"):
             continue
         name, _, slot = key.removeprefix("moments/").rpartition("/")
         owner = boosted.owners.get(name)
         if name not in params or owner not in (None, boosted.mesh.get_rank()):
             continue
-        parameter = params[name]
+        row = moments.setdefault(name, {})
+        if key in index.values:
+            row[slot] = back(index.values[key])
+            continue
+        entry, parameter = index.tensors[key], params[name]
         # What is stepped whole keeps its state whole, at its owner.
         shaped = owner is None and entry.shape == tuple(parameter.shape) and len(entry.shape) > 0
-        block = reader.block(key, entry, box(parameter) if shaped else _all(entry))
         # The step count lives on the CPU unless a kernel reads it; everything else with its
         # parameter.
         on_cpu = slot == "step" and id(parameter) not in counts
-        block = block if on_cpu else block.to(local(parameter).device)
-        moments.setdefault(name, {})[slot] = like(block, parameter) if shaped else block
-    for key, value in index.values.items():
-        if key.startswith("moments/"):
-            name, _, slot = key.removeprefix("moments/").rpartition("/")
-            if boosted.owners.get(name) in (None, boosted.mesh.get_rank()):
-                moments.setdefault(name, {})[slot] = value
+        row[slot] = Slice(
+            reader,
+            key,
+            box(parameter) if shaped else whole_box(entry.shape),
+            parameter if shaped else None,
+            torch.device("cpu") if on_cpu else local(parameter).device,
+            _dtype(reader, name, entry.spec, parameter),
+        )
     return moments
+
+
+def _dtype(reader: Reader, name: str, spec: Spec, parameter: Tensor) -> torch.dtype:
+    """What state becomes: that of its parameter's shape and dtype follows it into another dtype."""
+    saved = reader.index.tensors.get(f"params/{name}")
+    follows = saved is not None and saved.spec == spec and len(spec.shape) > 0
+    return parameter.dtype if follows else getattr(torch, spec.dtype)
 
 
 def _counts_on_device(boosted: Boosted) -> set[int]:
     """Parameters whose step count torch keeps on their device: of capturable and fused groups."""
-    assert boosted.optimizer is not None
+    assert boosted.optimizer is not None, "only asked for where there is one"
     return {
         id(p)
         for group in boosted.optimizer.param_groups
@@ -174,76 +348,22 @@ def _counts_on_device(boosted: Boosted) -> set[int]:
     }
 
 
-def _all(entry: Entry) -> Box:
-    return Box((0,) * len(entry.shape), entry.shape)
+def _plain_state(reader: Reader, key: str) -> Any:
+    numbers = [k for k in reader.index.tensors if k.startswith(f"{key}/")]
+    tensors = [reader.tensor(f"{key}/{n}") for n in range(len(numbers))]
+    try:
+        return back(reader.index.values[key], tensors)
+    except (ValueError, TypeError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"{key} in {reader.directory} cannot be read: {error}.\n\nThe checkpoint is damaged; "
+            "load another one."
+        ) from None
 
 
-class _Reader:
-    """Reads blocks out of the files of one checkpoint, each opened once and memory-mapped."""
-
-    def __init__(self, directory: Path, token: str, stack: ExitStack) -> None:
-        self._directory = directory
-        self._token = token
-        self._stack = stack
-        self._files: dict[str, Any] = {}
-        self._checked: set[tuple[str, str]] = set()
-
-    def block(self, key: str, entry: Entry, wanted: Box) -> Tensor:
-        """One block of a tensor, put together from the parts that meet it."""
-        dtype = getattr(torch, entry.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise CheckpointError(
-                f"{key} has the dtype {entry.dtype!r}, which torch does not know."
-            )
-        out = torch.empty(wanted.lengths, dtype=dtype)
-        read = 0
-        for part in entry.parts:
-            meet = part.box.overlap(wanted)
-            if meet.empty:
-                continue
-            piece = self._slice(key, part, meet)
-            out[meet.within(wanted)] = piece
-            read += piece.numel()
-        if read != out.numel():
-            raise CheckpointError(
-                f"{key} in {self._directory} is incomplete: {read} of {out.numel()} elements that "
-                "this rank needs are there.\n\nThe index is damaged; load another checkpoint."
-            )
-        return out
-
-    def _slice(self, key: str, part: Part, meet: Box) -> Tensor:
-        where = self._directory / part.file
-        try:
-            whole = self._open(part.file).get_tensor(key)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"{key} cannot be read from {where}: {error}.\n\nThe file is missing or damaged; "
-                "load another checkpoint."
-            ) from None
-        if tuple(whole.shape) != part.box.lengths:
-            raise CheckpointError(
-                f"{key} in {where} has shape {tuple(whole.shape)}, and the index says "
-                f"{part.box.lengths}.\n\nThe files are from different checkpoints."
-            )
-        if (key, part.file) not in self._checked:
-            if crc32(whole) != part.crc:
-                raise CheckpointError(
-                    f"{key} in {where} is damaged: its bytes do not have the checksum that the "
-                    "index holds.\n\nLoad another checkpoint."
-                )
-            self._checked.add((key, part.file))
-        return whole[meet.within(part.box)] if part.box.lengths else whole
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            handle = self._stack.enter_context(safe_open(self._directory / file, framework="pt"))
-            if (handle.metadata() or {}).get("token") != self._token:
-                raise CheckpointError(
-                    f"{self._directory / file} belongs to another checkpoint than the index beside "
-                    "it.\n\nPut the files of one checkpoint together, or load another one."
-                )
-            self._files[file] = handle
-        return self._files[file]
+def _randomness(boosted: Boosted, reader: Reader) -> tuple[dict[str, Any], int]:
+    here = dict(boosted.plan.sizes)
+    rank, number = source(reader.index.world, here, boosted.mesh.get_rank())
+    return _plain_state(reader, f"random/{rank}"), number
 
 
 def restored(value: Any, current: Any) -> Any:

@@ -1,219 +1,214 @@
-"""Writing a checkpoint: every rank its own part, complete or not at all."""
+"""Writing a checkpoint: every rank its own bytes, complete or not at all."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import uuid
-from collections.abc import Callable
+import weakref
+import zlib
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-
-from parallax.checkpoint.files import INDEX, Entry, Index, Part, crc32, flat
-from parallax.core.axes import AXES
-from parallax.core.bind import group_names
+from parallax.checkpoint.background import Saving, Staging, own_group
+from parallax.checkpoint.content import Content, Row, content
+from parallax.checkpoint.files import INDEX, Entry, Index, Piece
+from parallax.checkpoint.folder import STEP, Target, rotate, sync, write_text
+from parallax.checkpoint.layout import Layout, Place, layout
+from parallax.checkpoint.pieces import write
+from parallax.checkpoint.pretrained import model_index
+from parallax.checkpoint.together import Ranks
+from parallax.core.amount import bytes_of
 from parallax.core.boosted import Boosted
-from parallax.core.mesh import agree
-from parallax.core.slices import Box, box, held_once, local
 from parallax.core.state import KINDS, Kind
 from parallax.errors import CheckpointError
 
-Row = tuple[str, str, tuple[int, ...], Box, int]
-"""A part that this rank writes: key, dtype, whole shape, block and checksum."""
+SHARD = 4 << 30
+"""Bytes of tensors in one file, by default."""
+
+_STAGING: weakref.WeakKeyDictionary[Boosted, Staging] = weakref.WeakKeyDictionary()
 
 
 def save(
-    boosted: Boosted, directory: str | os.PathLike[str], *, kinds: tuple[Kind, ...] = KINDS
-) -> None:
-    """Write the training state to a directory, replacing what is there once all is written.
+    boosted: Boosted,
+    directory: str | os.PathLike[str],
+    *,
+    kinds: tuple[Kind, ...] = KINDS,
+    keep: int | None = None,
+    shard_size: int | str = SHARD,
+    asynchronous: bool = False,
+) -> Saving:
+    """Write the training state to a directory, complete or not at all; collective over all ranks.
+
+    The directory holds plain safetensors files of whole tensors and one index; its model part is
+    read by `transformers.from_pretrained` as it stands. Nothing is pickled.
 
     Args:
-        boosted: The pair to save; collective over all ranks.
-        directory: Where to, on storage that all ranks see.
-        kinds: Which parts of the state.
+        boosted: The pair to save.
+        directory: Where to, on storage that all ranks see; an older checkpoint there is replaced
+            once the new one is complete. With `keep`, a folder of checkpoints.
+        kinds: Which kinds of state; all by default.
+        keep: Write to `directory/step-<n>` and keep this many of the newest checkpoints there.
+        shard_size: Bytes of tensors in one file, as a number or as `"4GiB"`.
+        asynchronous: Return when the state is copied to host memory, and write beside training. A
+            later `save` or `load_` waits for it and raises its error, as its `result()` does.
+
+    Returns:
+        The saving: `result()` is the checkpoint's directory, `progress` how far it is.
 
     Raises:
-        CheckpointError: Any rank could not write; raised on every rank, and what was there stays.
+        CheckpointError: A rank cannot write, the disk has too little room, or there is state that
+            no file can hold; on every rank, and what was there stays. Also the error of an
+            asynchronous saving before.
 
     Cost:
-        Every tensor is written once over all ranks, each rank its own block, with a CPU copy of
-        this rank's blocks.
+        Every byte is written once over all ranks, each rank its own slices, with a chunk of host
+        memory (about 4 MiB); `asynchronous` holds a copy of this rank's slices in host memory
+        (pinned on GPUs), allocated once and kept for the next.
     """
+    if boosted.saving is not None:
+        before, boosted.saving = boosted.saving, None
+        before.result()
     boosted.free("save")
+    ranks = Ranks()
+    limit = ranks.do(lambda: _checked(kinds, keep, shard_size))
+    mine: Content = ranks.do(lambda: content(boosted, kinds), "the state cannot be saved")
     target = Path(directory).absolute()
-    token: list[Any] = [uuid.uuid4().hex[:8]]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(token, src=0)
-    partial = target.with_name(f".{target.name}.{token[0]}.partial")
-    rank = dist.get_rank()
-
-    def begin() -> None:
-        if rank == 0:
-            if target.exists() and not _replaceable(target):
-                raise OSError(f"{target} exists and is no checkpoint, so it is not replaced")
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial.mkdir()
-
-    _refuse_objects(boosted, kinds)
-    _together(begin, f"cannot write a checkpoint to {target}")
-    mine: list[Row] = []
-    values: dict[str, Any] = {}
-    file = f"rank-{rank:05d}.safetensors"
-
-    def write() -> None:
-        tensors = _mine(boosted, kinds, mine, values)
-        if tensors:
-            save_file(tensors, partial / file, metadata={"token": token[0]})
-
-    def finish() -> None:
-        if rank == 0:
-            (partial / INDEX).write_text(_index(boosted, kinds, rows, values, token[0]).to_json())
-            _replace(partial, target)
-
+    folder = target
+    if keep is not None:
+        target = target / f"{STEP}{boosted.step:08d}"
+    writing = _begin(ranks, target, mine, limit)
+    if keep is not None:
+        writing.rotation = folder, keep
+    saving = Saving(target, sum(part.nbytes for part in mine.parts))
+    if not asynchronous:
+        writing.run(saving, ranks)
+        return saving
+    staging = _STAGING.setdefault(boosted, Staging())
     try:
-        _together(write, f"cannot write a checkpoint to {target}")
-        rows: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(rows, (file, mine, values))
-        for _, _, theirs in rows:
-            values.update(theirs)
-        _together(finish, f"cannot complete the checkpoint {target}")
-    finally:
-        if rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _together(work: Callable[[], None], what: str) -> None:
-    """Do a piece of work on every rank; if one fails, all raise."""
-    fault = ""
-    try:
-        work()
-    except OSError as error:
-        fault = str(error)
-    except Exception as error:  # noqa: BLE001  safetensors raises its own kinds; a rank must not be left waiting
-        fault = f"{type(error).__name__}: {error}"
-    _, found = agree("", fault)
-    if any(found):
-        rows = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text)
-        raise CheckpointError(
-            f"{what}: {rows}.\n\nCheck that the path exists for every rank, is writable and has "
-            "room. Nothing that was there before has been changed."
-        )
-
-
-def _mine(
-    boosted: Boosted,
-    kinds: tuple[Kind, ...],
-    rows: list[Row],
-    values: dict[str, Any],
-) -> dict[str, Tensor]:
-    coordinate = boosted.mesh.get_coordinate()
-    assert coordinate is not None, "every rank of the world is in the mesh"
-    tensors: dict[str, Tensor] = {}
-    for key, value in flat({kind: boosted.leaves(kind) for kind in kinds if kind != "step"}):
-        owner = _owner(boosted, key)
-        if not isinstance(value, Tensor):
-            if not isinstance(value, dict) and owner in (None, boosted.mesh.get_rank()):
-                values[key] = value
-            continue
-        block = box(value)
-        whole = value.numel() == 0
-        if owner is None:
-            answers = held_once(value, coordinate, AXES)
-        else:
-            answers = owner == boosted.mesh.get_rank()
-        if answers and (not block.empty or whole):
-            tensors[key] = local(value.detach()).cpu().contiguous()
-            dtype = str(value.dtype).removeprefix("torch.")
-            rows.append((key, dtype, tuple(value.shape), block, crc32(tensors[key])))
-    return tensors
-
-
-def _owner(boosted: Boosted, key: str) -> int | None:
-    """The rank that alone holds the state under a key; None where ranks hold parts, or the same."""
-    kind, _, rest = key.partition("/")
-    return boosted.owners.get(rest.rpartition("/")[0]) if kind == "moments" else None
-
-
-def _refuse_objects(boosted: Boosted, kinds: tuple[Kind, ...]) -> None:
-    """Refuse state that files without pickle cannot hold, on every rank."""
-    rows = boosted.leaves("moments") if "moments" in kinds else {}
-    odd = [
-        f"the optimizer {type(boosted.optimizer).__name__} keeps a {type(value).__name__} as "
-        f"{slot} of {name}, and a checkpoint holds plain tensors, numbers and text.\n\nUse an "
-        "optimizer whose state is plain, or save the rest: parallax.checkpoint.save(boosted, "
-        "directory, kinds=('params', 'buffers', 'rooms', 'step'))."
-        for name, row in rows.items()
-        for slot, value in row.items()
-        # A subclass of Tensor (quantised state, say) computes its elements from others inside.
-        if type(value) not in (Tensor, DTensor) and not _written(value)
-    ]
-    fault = odd[0] if odd else ""
-    _, found = agree("", fault)
-    if any(found):
-        raise CheckpointError(next(text for text in found if text))
-
-
-def _written(value: Any) -> bool:
-    """Whether JSON holds a value as it is."""
-    if isinstance(value, list | tuple):
-        return all(map(_written, value))
-    return value is None or type(value) in (bool, int, float, str)
-
-
-def _index(
-    boosted: Boosted,
-    kinds: tuple[Kind, ...],
-    rows: list[Any],
-    values: dict[str, Any],
-    token: str,
-) -> Index:
-    index = Index(boosted.plan.composition, boosted.step, values=values, token=token)
-    for file, parts, _ in rows:
-        for key, dtype, shape, block, crc in parts:
-            entry = index.tensors.setdefault(key, Entry(dtype, shape))
-            entry.parts.append(Part(file, block, crc))
-    if boosted.optimizer is not None and "moments" in kinds:
-        index.groups = settings(boosted)
-        index.optimizer = type(boosted.optimizer).__name__
-    return index
-
-
-def settings(boosted: Boosted) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON: names, and every setting that is a plain value."""
-    assert boosted.optimizer is not None
-    names = group_names(boosted.optimizer, boosted.names, boosted.model)
-    rows = []
-    for group, members in zip(boosted.optimizer.param_groups, names, strict=True):
-        plain = {k: _plain(v) for k, v in group.items() if k != "params"}
-        rows.append({"params": members, "settings": plain})
-    return rows
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _replaceable(target: Path) -> bool:
-    """Whether what is at a path is a checkpoint, or nothing of worth."""
-    return target.is_dir() and ((target / INDEX).is_file() or not any(target.iterdir()))
-
-
-def _replace(partial: Path, target: Path) -> None:
-    if not target.exists():
-        partial.rename(target)
-        return
-    old = partial.with_suffix(".old")
-    target.rename(old)
-    try:
-        partial.rename(target)
-    except OSError:
-        old.rename(target)
+        mine.parts = ranks.do(lambda: staging.hold(mine.parts), "no host memory for the copy")
+    except CheckpointError:
+        writing.abandon(ranks)
         raise
-    shutil.rmtree(old, ignore_errors=True)
+    apart = Ranks(own_group())
+    boosted.saving = saving
+    saving.start(lambda: writing.run(saving, apart))
+    return saving
+
+
+def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -> int:
+    limit = bytes_of(shard_size)
+    faults = []
+    if limit is None or limit < 1:
+        faults.append(f"shard_size={shard_size!r}. Give bytes, such as 1073741824 or '1GiB'.")
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        faults.append(f"keep={keep!r}. Give the number of checkpoints to keep, at least 1.")
+    odd = [kind for kind in kinds if kind not in KINDS]
+    if odd:
+        faults.append(f"kinds={tuple(kinds)!r}. Give some of {', '.join(KINDS)}.")
+    if faults:
+        raise CheckpointError("\n\n".join(f"save was given {fault}" for fault in faults))
+    assert limit is not None, "otherwise it is a fault"
+    return limit
+
+
+@dataclass
+class _Writing:
+    """A checkpoint under way: where it goes, where each tensor lies, and what this rank writes."""
+
+    target: Target
+    token: str
+    mine: Content
+    places: dict[str, Place]
+    everyone: list[tuple[list[Row], dict[str, Any]]]
+    rotation: tuple[Path, int] | None = None
+
+    def run(self, saving: Saving, ranks: Ranks) -> None:
+        """Write, make it durable, and put it in its place; collective."""
+        what = f"cannot write a checkpoint to {self.target.path}"
+        try:
+            crcs = ranks.do(lambda: self._write(saving), what)
+            everyones = ranks.to_first(crcs)
+            ranks.on_first(lambda: self._finish(everyones), what)
+        except CheckpointError:
+            if ranks.rank == 0:
+                self.target.abandon()
+            raise
+        finally:
+            self.mine.parts = []
+
+    def abandon(self, ranks: Ranks) -> None:
+        """Remove what was begun."""
+        if ranks.rank == 0:
+            self.target.abandon()
+
+    def _write(self, saving: Saving) -> list[list[int]]:
+        files: dict[str, int] = {}
+        crcs = []
+        with ExitStack() as stack:
+            for row, part in zip(self.mine.rows, self.mine.parts, strict=True):
+                place = self.places[row.key]
+                if place.file not in files:
+                    files[place.file] = os.open(self.target.partial / place.file, os.O_WRONLY)
+                    stack.callback(os.close, files[place.file])
+                file = files[place.file]
+                crcs.append(write(file, place.start, row.spec, row.box, part))
+                saving.add(part.nbytes)
+            for file in files.values():
+                os.fsync(file)
+        return crcs
+
+    def _finish(self, crcs: list[list[list[int]]]) -> None:
+        index = Index(**self.mine.about, token=self.token)
+        for (rows, values), theirs in zip(self.everyone, crcs, strict=True):
+            index.values.update(values)
+            for row, sums in zip(rows, theirs, strict=True):
+                place = self.places[row.key]
+                entry = index.tensors.setdefault(
+                    row.key, Entry(row.spec.dtype, row.spec.shape, place.file, place.name)
+                )
+                entry.pieces.append(Piece(row.box, tuple(sums)))
+        for name, text in {**self.mine.texts, **model_index(index.tensors)}.items():
+            write_text(self.target.partial / name, text.encode())
+            index.texts[name] = zlib.crc32(text.encode())
+        write_text(self.target.partial / INDEX, index.to_text())
+        self.target.commit()
+        if self.rotation is not None:
+            rotate(*self.rotation)
+
+
+def _begin(ranks: Ranks, target: Path, mine: Content, limit: int) -> _Writing:
+    """Agree where everything lies, and make the files; errors come before anything is written."""
+    token = ranks.from_first(uuid.uuid4().hex[:8])
+    rows = ranks.to_first((str(target), mine.rows, mine.values))
+    place = Target(target, token)
+    found: list[Layout] = []
+
+    def lay_out() -> None:
+        elsewhere = {path for path, _, _ in rows} - {str(target)}
+        if elsewhere:
+            raise CheckpointError(
+                f"save was given {target} on rank 0 and {', '.join(sorted(elsewhere))} on others."
+                "\n\nGive the same directory on every rank."
+            )
+        specs = {row.key: row.spec for _, theirs, _ in rows for row in theirs}
+        found.append(layout(specs, limit, token))
+        place.begin(sum(file.size for file in found[0].files))
+        for file in found[0].files:
+            with (place.partial / file.name).open("wb") as out:
+                out.write(file.header)
+                out.truncate(file.size)
+        sync(place.partial)
+
+    try:
+        ranks.on_first(lay_out, f"cannot write a checkpoint to {target}")
+    except CheckpointError:
+        if ranks.rank == 0:
+            place.abandon()
+        raise
+    places = ranks.from_first(found[0].places if found else None)
+    return _Writing(place, token, mine, places, [(theirs, values) for _, theirs, values in rows])
+
+
+__all__ = ["SHARD", "Saving", "save"]

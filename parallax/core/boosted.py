@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from parallax.core.along import Along
 from parallax.core.late import Late
 from parallax.core.mesh import device_of, rank_on
 from parallax.core.plan import Plan
@@ -45,7 +46,8 @@ class Boosted(State):
         mesh: The torch `DeviceMesh` with the axes pp, data_replicate, data_shard, sp, tp.
         plan: What was carried out; print it.
         rooms: What each rewrite keeps, by its name.
-        attached: The schedulers that know of skipped updates, by identity.
+        along: What goes along into checkpoints, by name; see `attach`.
+        saving: The asynchronous saving that nobody has waited for yet, or None.
     """
 
     def __init__(
@@ -54,12 +56,14 @@ class Boosted(State):
         self._draft = draft
         self._step = torch.zeros((), dtype=torch.int64)
         self._took_place: bool | Tensor = True
-        self.attached: dict[int, Any] = {}
+        self.along = Along()
+        self.saving = None
         self._frozen: dict[str, Any] | None = None
         self.plan = plan
         self.rooms = rooms
         self.title = title
         self._seen = seen
+        self._loaders = 0
 
     @property
     def grad_norm(self) -> Tensor | None:
@@ -104,6 +108,8 @@ class Boosted(State):
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The first half of `train_step`: fills `.grad`, changes no parameter."""
         self._live("grad")
+        if self.along.waiting:
+            self._nobody_came()
         try:
             return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
         except BaseException:
@@ -134,10 +140,12 @@ class Boosted(State):
         """
         return bool(self._took_place)
 
-    def attach(self, scheduler: Any, *, per: Literal["update", "epoch"] = "update") -> Any:
-        """Let a learning-rate scheduler know of skipped updates; see `parallax.step.attach`."""
+    def attach(
+        self, thing: Any, *, name: str | None = None, per: Literal["update", "epoch"] = "update"
+    ) -> Any:
+        """Let a scheduler, or anything with state, go along; see `parallax.step.attach`."""
         self._live("attach")
-        return ATTACH(self, scheduler, per=per)
+        return ATTACH(self, thing, name=name, per=per)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -252,10 +260,15 @@ class Boosted(State):
         seed: int = 0,
         num_workers: int = 0,
         drop_last: bool = False,
+        name: str | None = None,
         **options: Any,
     ) -> DataLoader[Any]:
-        """Make a loader of this rank's part of each batch; see `parallax.data.loader`."""
-        return LOADER(
+        """Make a loader of this rank's part of each batch; see `parallax.data.loader`.
+
+        Its place in the data goes along into checkpoints: by `name`, or else by the order in which
+        loaders are made.
+        """
+        made = LOADER(
             self.mesh,
             dataset,
             batch_size=batch_size,
@@ -265,6 +278,12 @@ class Boosted(State):
             drop_last=drop_last,
             **options,
         )
+        if name is None:
+            self._loaders += 1
+            name = "loader" if self._loaders == 1 else f"loader-{self._loaders}"
+        if self._frozen is None:
+            self.along.add(made, name, weak=True)
+        return made
 
     def windows(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Group batches of this rank into windows of one update; see `parallax.accumulate`.
@@ -273,6 +292,17 @@ class Boosted(State):
         """
         self._live("windows")
         return WINDOWS(self, batches)
+
+    def _nobody_came(self) -> None:
+        """Refuse to go on without state that a checkpoint held."""
+        names = ", ".join(self.along.waiting)
+        raise StepError(
+            f"the checkpoint holds the state of {names}, and nothing of that name was attached, so "
+            "that training would not go on as it was.\n\nMake boosted.loader(..., name=...) and "
+            "boosted.attach(scheduler, name=...) as in the run that saved it, or load without "
+            "them: boosted.load_(directory, kinds=('params', 'buffers', 'moments', 'rooms', "
+            "'step', 'random'))."
+        )
 
     def _count(self, took_place: bool | Tensor | None) -> None:
         """Note what an update said of itself."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from parallax.core.along import Along
 from parallax.core.collect import collect
 from parallax.core.late import Late
 from parallax.core.names import Names
@@ -18,9 +20,12 @@ from parallax.core.rewrite import Draft, Room
 from parallax.core.slices import local
 from parallax.errors import CheckpointError, StepError
 
-Kind = Literal["params", "buffers", "moments", "rooms", "step"]
+Kind = Literal["params", "buffers", "moments", "rooms", "step", "random", "attached"]
 
-KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step")
+KINDS: tuple[Kind, ...] = ("params", "buffers", "moments", "rooms", "step", "random", "attached")
+
+LEAVES: tuple[Kind, ...] = KINDS[:5]
+"""The kinds that are tensors of the pair; the others go along with it into checkpoints."""
 
 # Verbs that another room carries out. The pair knows their addresses and nothing else of them, as a
 # transform knows its rewrites': core imports no room.
@@ -28,11 +33,42 @@ SAVE = Late("parallax.checkpoint:save")
 LOAD_ = Late("parallax.checkpoint:load_")
 
 
+class Unread(Protocol):
+    """A leaf that is still in a file."""
+
+    def read(self) -> Tensor:
+        """The leaf as a new tensor."""
+        ...
+
+    def read_into(self, target: Tensor) -> None:
+        """The leaf, written into a rank's part."""
+        ...
+
+
+class Saving(Protocol):
+    """A checkpoint that is being written, or was; see `parallax.checkpoint.Saving`."""
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until it is complete; its directory."""
+        ...
+
+    def done(self) -> bool:
+        """Whether it is complete, or has failed."""
+        ...
+
+    @property
+    def progress(self) -> float:
+        """How much of it is written, from 0 to 1."""
+        ...
+
+
 class State:
     """The half of a boosted pair that is about its tensors; see `Boosted`."""
 
     plan: Plan
     rooms: dict[str, Room]
+    along: Along
+    saving: Saving | None = None
     _draft: Draft
     _step: Tensor
     _frozen: dict[str, Any] | None
@@ -108,25 +144,38 @@ class State:
         Cost:
             One tensor at a time: beside rank 0's result no rank holds more than one whole tensor.
         """
-        return collect({kind: self.leaves(kind) for kind in KINDS}, self.mesh, owners=self.owners)
+        return collect({kind: self.leaves(kind) for kind in LEAVES}, self.mesh, owners=self.owners)
 
-    def load_(self, source: State | str | os.PathLike[str]) -> None:
+    def load_(
+        self,
+        source: State | str | os.PathLike[str],
+        *,
+        kinds: tuple[Kind, ...] = KINDS,
+        resume: Literal["must", "auto"] = "must",
+    ) -> bool:
         """Write a snapshot, or a checkpoint directory, back into this pair, in place.
 
+        Args:
+            source: A snapshot of this pair, or what `save` wrote.
+            kinds: Which kinds of state to read from a directory.
+            resume: `"auto"` changes nothing where the directory holds no checkpoint yet.
+
+        Returns:
+            Whether there was something to load.
+
         Raises:
-            CheckpointError: The source is missing, damaged, or does not fit.
+            CheckpointError: The source is missing, damaged, or does not fit. Nothing was changed.
         """
         self._live("load_")
         self.free("load_")
         if not isinstance(source, State):
-            LOAD_(self, source)
-            return
+            return LOAD_(self, source, kinds=kinds, resume=resume)
         if source.plan != self.plan:
             raise CheckpointError(
                 f"a snapshot of\n{source.plan}\nwas given to a pair of\n{self.plan}\n\n"
                 "Save to a directory and load that: files fit any composition."
             )
-        self.write_({kind: source.leaves(kind) for kind in KINDS})
+        self.write_({kind: source.leaves(kind) for kind in LEAVES})
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         for group, saved in zip(groups, source.settings, strict=True):
             for key in [key for key in group if key not in saved and key != "params"]:
@@ -137,23 +186,32 @@ class State:
                     now.copy_(value)  # what reads a rate from a tensor holds that very tensor
                 else:
                     group[key] = value
+        return True
 
-    def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write the training state, each rank its part; see `parallax.checkpoint.save`."""
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        kinds: tuple[Kind, ...] = KINDS,
+        keep: int | None = None,
+        asynchronous: bool = False,
+        **options: Any,
+    ) -> Saving:
+        """Write the training state, each rank its own slices; see `parallax.checkpoint.save`."""
         self._live("save")
         self.free("save")
-        SAVE(self, directory)
+        return SAVE(self, directory, kinds=kinds, keep=keep, asynchronous=asynchronous, **options)
 
     @torch.no_grad()
     def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:
-        """Write leaves (as laid out on this rank) into the live pair."""
+        """Write leaves (as laid out on this rank, or still in files) into the live pair."""
         self.zero_grad()  # gradients of other weights must not reach the next update
         self._draft.settle()
         for kind in ("params", "buffers"):
             if kind in kinds:
                 mine = self.leaves(kind)
                 for name, value in tree[kind].items():
-                    local(mine[name]).copy_(local(value))
+                    _write(local(mine[name]), value)
         if self.optimizer is not None and "moments" in kinds:
             self._write_moments(tree["moments"])
         for name, room in self.rooms.items() if "rooms" in kinds else ():
@@ -175,6 +233,7 @@ class State:
             if name not in moments:
                 state.pop(parameter, None)
                 continue
+            state.pop(parameter, None)  # before its successors are allocated
             state[parameter] = _copied(moments[name])
 
     def leaves(self, kind: Kind) -> Any:
@@ -214,7 +273,20 @@ class State:
 
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+    return {k: _new(v) for k, v in entries.items()}
+
+
+def _new(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.read() if hasattr(value, "read_into") else value
+
+
+def _write(target: Tensor, value: Tensor | Unread) -> None:
+    if isinstance(value, Tensor):
+        target.copy_(local(value))
+    else:
+        value.read_into(target)
 
 
 def _write_into(target: dict[str, Any], source: dict[str, Any]) -> None:
@@ -222,7 +294,9 @@ def _write_into(target: dict[str, Any], source: dict[str, Any]) -> None:
     for key, value in source.items():
         if isinstance(value, dict):
             _write_into(target[key], value)
-        elif isinstance(value, Tensor) and isinstance(target.get(key), Tensor):
-            local(target[key]).copy_(local(value))
+        elif isinstance(target.get(key), Tensor) and (
+            isinstance(value, Tensor) or hasattr(value, "read_into")
+        ):
+            _write(local(target[key]), value)
         else:
             target[key] = value

@@ -7,7 +7,7 @@ from typing import Any
 import optree
 
 from parallax.core.boosted import Boosted
-from parallax.core.state import KINDS
+from parallax.core.state import LEAVES
 
 
 class Handle:
@@ -27,13 +27,13 @@ class Handle:
 def _flatten(boosted: Boosted) -> tuple[tuple[Any, ...], Handle, tuple[str, ...]]:
     if boosted._frozen is None:
         boosted.free("a snapshot")
-    return tuple(boosted.leaves(kind) for kind in KINDS), Handle(boosted), KINDS
+    return tuple(boosted.leaves(kind) for kind in LEAVES), Handle(boosted), LEAVES
 
 
 def _unflatten(handle: Handle, children: tuple[Any, ...]) -> Boosted:
     live = handle.boosted
     snapshot = Boosted(live._draft, live.plan, live.rooms, live.title, live._seen)
-    snapshot._frozen = dict(zip(KINDS, children, strict=True))
+    snapshot._frozen = dict(zip(LEAVES, children, strict=True))
     snapshot._step = snapshot._frozen["step"]
     snapshot._settings = handle.settings
     return snapshot

@@ -287,6 +287,7 @@ def exported() -> set[str]:
         "layout",
         "launch",
         "launch_from_torch",
+        "load",
         "schedules",
         "verify",
     }

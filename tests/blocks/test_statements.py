@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallax import ConflictError, Transform, compile, compose, override, remat  # noqa: A004
-from parallax.blocks.which import bytes_of, fit, need, shown, spread
+from parallax.blocks.which import fit, need, spread
+from parallax.core.amount import bytes_of, shown
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "two answers": (

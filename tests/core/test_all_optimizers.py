@@ -305,7 +305,7 @@ def test_blocks_of_eight_bits_are_those_of_the_whole(kind: str, world2: World) -
             f"CheckpointError: the optimizer {kind} keeps a OptimState8bit as exp_avg of "
             "up.weight, and a checkpoint holds plain tensors, numbers and text.\n\n"
             "Use an optimizer whose state is plain, or save the rest: "
-            "parallax.checkpoint.save(boosted, directory, "
+            "boosted.save(directory, "
             "kinds=('params', 'buffers', 'rooms', 'step'))."
         )
 

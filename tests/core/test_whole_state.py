@@ -67,7 +67,7 @@ def test_a_run_goes_on_under_any_other_composition(
             assert {name: gap for name, gap in row.items() if not gap < CLOSE} == {}
     for name in KINDS:
         index = read_index(tmp_path / name.replace(" ", "-"))
-        assert all(len(t.parts) == 1 for k, t in index.tensors.items() if k.endswith("_row"))
+        assert all(len(t.pieces) == 1 for k, t in index.tensors.items() if k.endswith("_row"))
 
 
 def clone(leaf: Any) -> Any:
@@ -173,8 +173,8 @@ def test_objects_in_the_state_are_refused_when_saved(world2: World) -> None:
         assert text == (
             "CheckpointError: the optimizer GaLore keeps a GaLoreProjector as projector of "
             "positions, and a checkpoint holds plain tensors, numbers and text.\n\nUse an "
-            "optimizer whose state is plain, or save the rest: parallax.checkpoint.save(boosted, "
-            "directory, kinds=('params', 'buffers', 'rooms', 'step'))."
+            "optimizer whose state is plain, or save the rest: boosted.save(directory, "
+            "kinds=('params', 'buffers', 'rooms', 'step'))."
         )
 
 

@@ -1,0 +1,111 @@
+"""State that goes along with a pair into its checkpoints without being the pair's own, by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from parallax.errors import CheckpointError
+
+
+class Along:
+    """Things with `state_dict()` and `load_state_dict(state)`: schedulers, loaders, a user's own.
+
+    Their state is taken to be the same on every rank.
+
+    Attributes:
+        waiting: State that was loaded before the thing that it belongs to was attached.
+
+    Example:
+        >>> class Counter:
+        ...     n = 0
+        ...     def state_dict(self): return {"n": self.n}
+        ...     def load_state_dict(self, state): self.n = state["n"]
+        >>> along = Along()
+        >>> along.load({"Counter": {"n": 3}})
+        >>> counter = Counter()
+        >>> along.add(counter), counter.n, along.states()
+        ('Counter', 3, {'Counter': {'n': 3}})
+    """
+
+    def __init__(self) -> None:
+        self._things: dict[str, Callable[[], Any]] = {}
+        self._counts: dict[str, int] = {}
+        self.waiting: dict[str, Any] = {}
+
+    @property
+    def things(self) -> dict[str, Any]:
+        """What is attached and still there, by name."""
+        found = {name: thing() for name, thing in self._things.items()}
+        return {name: thing for name, thing in found.items() if thing is not None}
+
+    def add(self, thing: Any, name: str | None = None, *, weak: bool = False) -> str:
+        """Let a thing go along; it takes the state that waits for its name.
+
+        Args:
+            thing: What has the state.
+            name: Its name; by default that of its class, with a number from the second on.
+            weak: Whether it is forgotten when nobody else holds it.
+
+        Returns:
+            Its name.
+
+        Raises:
+            CheckpointError: It cannot be saved, or something else has the name.
+        """
+        kind = type(thing).__name__
+        lacks = [m for m in ("state_dict", "load_state_dict") if not callable(getattr(thing, m, 0))]
+        if lacks:
+            raise CheckpointError(
+                f"attach was given a {kind} without {' and '.join(lacks)}.\n\nWhat goes along into "
+                "checkpoints has state_dict() and load_state_dict(state)."
+            )
+        known = [n for n, other in self.things.items() if other is thing]
+        if known:
+            return known[0]
+        if name is None:
+            self._counts[kind] = self._counts.get(kind, 0) + 1
+            name = kind if self._counts[kind] == 1 else f"{kind}-{self._counts[kind]}"
+        if name in self.things:
+            raise CheckpointError(
+                f"attach was given a {kind} as {name!r}, and a "
+                f"{type(self.things[name]).__name__} has this name.\n\nGive name= another one."
+            )
+        if name in self.waiting:
+            thing.load_state_dict(self.waiting[name])
+            del self.waiting[name]
+        self._things[name] = weakref.ref(thing) if weak else lambda: thing
+        return name
+
+    def states(self) -> dict[str, Any]:
+        """The state of everything attached that has any worth keeping."""
+        things = {n: t for n, t in self.things.items() if not getattr(t, "at_rest", False)}
+        # What waits was not used yet, and belongs to this run all the same.
+        return {**self.waiting, **{name: thing.state_dict() for name, thing in things.items()}}
+
+    def load(self, states: dict[str, Any]) -> None:
+        """Hand states to what is attached; the rest waits.
+
+        Raises:
+            ParallaxError: A thing refuses its state; all others are as they were.
+        """
+        before: list[tuple[Any, Any]] = []
+        try:
+            for name, thing in self.things.items():
+                if name in states:
+                    before.append((thing, thing.state_dict()))
+                    thing.load_state_dict(states[name])
+        except Exception:
+            for thing, state in before:
+                thing.load_state_dict(state)
+            raise
+        self.waiting = {name: s for name, s in states.items() if name not in self.things}
+
+    def missing(self, states: dict[str, Any]) -> list[str]:
+        """What is attached, and has state, but none among these."""
+        return [
+            name
+            for name, thing in self.things.items()
+            if name not in states and not getattr(thing, "at_rest", hasattr(thing, "at_rest"))
+        ]

@@ -4,13 +4,14 @@ from parallax.checkpoint.background import Saving
 from parallax.checkpoint.files import Entry, Index, Piece, read_index
 from parallax.checkpoint.folder import latest
 from parallax.checkpoint.load import load, load_
-from parallax.checkpoint.read import Reader
+from parallax.checkpoint.read import Read, Reader
 from parallax.checkpoint.save import save
 
 __all__ = [
     "Entry",
     "Index",
     "Piece",
+    "Read",
     "Reader",
     "Saving",
     "latest",

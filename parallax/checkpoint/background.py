@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -120,7 +121,8 @@ class Staging:
 def _pinned(size: int) -> Tensor:
     memory = torch.empty(size, dtype=torch.uint8)
     if size and torch.cuda.is_available() and torch.cuda.is_initialized():
-        runtime, address = torch.cuda.cudart(), memory.data_ptr()
+        runtime: Any = torch.cuda.cudart()
+        address = memory.data_ptr()
         torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
         weakref.finalize(memory.untyped_storage(), runtime.cudaHostUnregister, address)
     return memory
@@ -137,5 +139,5 @@ def own_group() -> dist.ProcessGroup | None:
     for known in [key for key in _GROUPS if key is not world]:
         del _GROUPS[known]  # of a process group that was destroyed
     if world not in _GROUPS:
-        _GROUPS[world] = dist.new_group(backend="gloo")
+        _GROUPS[world] = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))
     return _GROUPS[world]

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import json
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from xxhash import xxh3_64_intdigest
 
 from parallax.checkpoint.layout import Spec
 from parallax.core.slices import Box
@@ -27,15 +28,15 @@ INDEX = "index.json"
 FORMAT = "parallax"
 VERSION = 2
 
-_SEAL = re.compile(rb',\n "crc32": (\d{1,10})\n\}\n\Z')
+_SEAL = re.compile(rb',\n "xxh3": (\d{1,20})\n\}\n\Z')
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The box of a tensor that one rank wrote, and the CRC-32 of each of its chunks."""
+    """The box of a tensor that one rank wrote, and the XXH3 of each of its chunks."""
 
     box: Box
-    crcs: tuple[int, ...]
+    sums: tuple[int, ...]
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Index:
         groups: The optimizer's groups: parameter names and settings.
         optimizer: Name of the optimizer's class.
         token: What every file of this checkpoint carries, and no other's does.
-        texts: CRC-32 of each further file of text, by name.
+        texts: XXH3 of each further file of text, by name.
         world: Sizes of the mesh's axes that it was saved under, outermost first.
         kinds: The kinds of state that were saved.
     """
@@ -96,7 +97,7 @@ class Index:
         return sorted({entry.file for entry in self.tensors.values()})
 
     def to_text(self) -> bytes:
-        """The index as it is written: JSON that ends with the CRC-32 of what stands before."""
+        """The index as it is written: JSON that ends with the XXH3 of what stands before."""
         tensors = {
             key: {
                 "dtype": entry.dtype,
@@ -104,7 +105,7 @@ class Index:
                 "file": entry.file,
                 "name": entry.name,
                 "pieces": [
-                    {"offsets": p.box.offsets, "lengths": p.box.lengths, "crc32": p.crcs}
+                    {"offsets": p.box.offsets, "lengths": p.box.lengths, "xxh3": p.sums}
                     for p in entry.pieces
                 ],
             }
@@ -125,7 +126,7 @@ class Index:
             "tensors": tensors,
         }
         text = json.dumps(body, indent=1).encode().removesuffix(b"\n}")
-        return text + b',\n "crc32": %d\n}\n' % zlib.crc32(text)
+        return text + b',\n "xxh3": %d\n}\n' % xxh3_64_intdigest(text)
 
 
 def read_index(directory: Path) -> Index:
@@ -154,7 +155,7 @@ def read_index(directory: Path) -> Index:
             "load_pretrained and `parallax convert` read others."
         )
     seal = _SEAL.search(data)
-    if seal is None or int(seal[1]) != zlib.crc32(data[: seal.start()]):
+    if seal is None or int(seal[1]) != xxh3_64_intdigest(data[: seal.start()]):
         raise CheckpointError(
             _unreadable(path, "its bytes do not have the checksum at its end, so it was changed")
         )
@@ -174,7 +175,7 @@ def _index(raw: dict[str, Any]) -> Index:
             pieces=[
                 Piece(
                     _inside(Box(_sizes(p["offsets"]), _sizes(p["lengths"])), _sizes(row["shape"])),
-                    _sizes(p["crc32"]),
+                    _sizes(p["xxh3"]),
                 )
                 for p in row["pieces"]
             ],
@@ -189,7 +190,7 @@ def _index(raw: dict[str, Any]) -> Index:
         groups=list(raw["groups"]),
         optimizer=raw["optimizer"],
         token=str(raw["token"]),
-        texts={_plain_name(name): int(crc) for name, crc in raw["texts"].items()},
+        texts={_plain_name(name): int(known) for name, known in raw["texts"].items()},
         world={str(axis): int(size) for axis, size in raw["world"].items()},
         kinds=[str(kind) for kind in raw["kinds"]],
     )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from parallax.checkpoint.content import settings
@@ -18,7 +19,7 @@ from parallax.checkpoint.folder import find
 from parallax.checkpoint.layout import Spec
 from parallax.checkpoint.plain import back
 from parallax.checkpoint.random import restore, source
-from parallax.checkpoint.read import Reader, whole_box
+from parallax.checkpoint.read import Read, Reader, whole_box
 from parallax.checkpoint.together import Ranks
 from parallax.core.boosted import Boosted
 from parallax.core.slices import Box, box, like, local
@@ -109,8 +110,9 @@ def load_(
             every rank before anything is changed.
 
     Cost:
-        Each rank reads the slices it holds twice: to check them, and to copy them. Beside what it
-        holds already it needs one chunk (about 4 MiB) of memory.
+        Each rank reads the slices it holds twice, to check them and to copy them; optimizer state
+        that replaces none, once. Beside what it holds it needs two chunks (of about 4 MiB) of
+        memory.
     """
     if boosted.saving is not None:
         before, boosted.saving = boosted.saving, None
@@ -179,9 +181,8 @@ def _checked_leaves(
             "what was attached, or read less of it with kinds=."
         )
     tree = _leaves(boosted, reader, kinds)
-    for _, leaf in flat(tree):
-        if isinstance(leaf, Slice):
-            reader.check(leaf.key, leaf.wanted)
+    slices = [leaf for _, leaf in flat(tree) if isinstance(leaf, Slice)]
+    reader.check(*(Read(leaf.key, leaf.wanted, leaf.early) for leaf in slices))
     states = {}
     if "attached" in kinds:
         states = {
@@ -241,6 +242,7 @@ class Slice:
         model: What the leaf is laid out like; None for a plain tensor.
         device: Where it goes.
         dtype: What it becomes.
+        early: The new tensor, filled while checking; None where it waits until all is checked.
     """
 
     reader: Reader
@@ -249,16 +251,27 @@ class Slice:
     model: Tensor | None
     device: torch.device
     dtype: torch.dtype
+    early: Tensor | None = None
 
     def read(self) -> Tensor:
         """The leaf as a new tensor."""
-        part = torch.empty(self.wanted.lengths, dtype=self.dtype, device=self.device)
-        self.reader.copy_(part, self.key, self.wanted)
+        part = self.early
+        if part is None:
+            part = torch.empty(self.wanted.lengths, dtype=self.dtype, device=self.device)
+            self.reader.copy_(part, self.key, self.wanted)
         return part if self.model is None else like(part, self.model)
 
     def read_into(self, target: Tensor) -> None:
         """The leaf, written into a rank's part."""
         self.reader.copy_(target, self.key, self.wanted)
+
+    def like(self, other: Any) -> bool:
+        """Whether something is laid out as the leaf will be."""
+        if not isinstance(other, Tensor) or isinstance(other, DTensor) is (self.model is None):
+            return False
+        part = local(other)
+        found = tuple(part.shape), part.dtype, part.device
+        return found == (self.wanted.lengths, self.dtype, self.device)
 
 
 def _slice(reader: Reader, key: str, target: Tensor) -> Slice:
@@ -300,7 +313,7 @@ def _put(tree: dict[str, Any], path: str, value: Any) -> None:
 
 def _moments(boosted: Boosted, reader: Reader) -> dict[str, dict[str, Any]]:
     moments: dict[str, dict[str, Any]] = {}
-    index, params = reader.index, boosted.params
+    index, params, held = reader.index, boosted.params, boosted.moments
     counts = _counts_on_device(boosted)
     for key in (*index.tensors, *index.values):
         if not key.startswith("moments/"):
@@ -319,14 +332,14 @@ def _moments(boosted: Boosted, reader: Reader) -> dict[str, dict[str, Any]]:
         # The step count lives on the CPU unless a kernel reads it; everything else with its
         # parameter.
         on_cpu = slot == "step" and id(parameter) not in counts
-        row[slot] = Slice(
-            reader,
-            key,
-            box(parameter) if shaped else whole_box(entry.shape),
-            parameter if shaped else None,
-            torch.device("cpu") if on_cpu else local(parameter).device,
-            _dtype(reader, name, entry.spec, parameter),
-        )
+        wanted = box(parameter) if shaped else whole_box(entry.shape)
+        device = torch.device("cpu") if on_cpu else local(parameter).device
+        dtype = _dtype(reader, name, entry.spec, parameter)
+        # Where no state is replaced, there is room for the new one, and nothing that it changes.
+        fresh = name not in held
+        early = torch.empty(wanted.lengths, dtype=dtype, device=device) if fresh else None
+        model = parameter if shaped else None
+        row[slot] = Slice(reader, key, wanted, model, device, dtype, early)
     return moments
 
 

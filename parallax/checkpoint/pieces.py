@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_intdigest
 
 from parallax.checkpoint.layout import Spec
 from parallax.core.slices import Box
@@ -63,9 +63,9 @@ def runs(box: Box, shape: tuple[int, ...], itemsize: int) -> Iterator[tuple[int,
         yield offset, length
 
 
-def crc32(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes; the tensor is contiguous and on the CPU."""
-    return zlib.crc32(memory(tensor))
+def checksum(tensor: Tensor) -> int:
+    """XXH3 (64 bits) of a tensor's bytes; the tensor is contiguous and on the CPU."""
+    return xxh3_64_intdigest(memory(tensor))
 
 
 def memory(tensor: Tensor) -> Any:
@@ -100,7 +100,7 @@ def write(file: int, start: int, spec: Spec, piece: Box, part: Tensor) -> list[i
     for chunk in chunks(piece, spec.itemsize):
         rows = part[chunk.within(piece)] if chunk.lengths else part
         rows = rows.to("cpu", dtype).contiguous()
-        found.append(crc32(rows))
+        found.append(checksum(rows))
         data, done = memoryview(memory(rows)).cast("B"), 0
         for offset, length in runs(chunk, spec.shape, spec.itemsize):
             _write_all(file, data[done : done + length], start + offset)
@@ -114,23 +114,30 @@ def _write_all(file: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def check(whole: Tensor, piece: Box, crcs: tuple[int, ...], wanted: Box) -> bool:
+def check(
+    whole: Tensor, piece: Box, sums: tuple[int, ...], wanted: Box, target: Tensor | None = None
+) -> bool:
     """Whether the chunks of a piece that meet a box have the checksums that were kept.
 
     Args:
         whole: The whole tensor, memory-mapped.
         piece: What one rank wrote of it.
-        crcs: Of its chunks.
-        wanted: What is going to be read.
+        sums: Of its chunks.
+        wanted: What is read.
+        target: Takes each chunk's share of the box once it is checked, while it is in the cache.
     """
     found = chunks(piece, whole.element_size())
-    if len(found) != len(crcs):
+    if len(found) != len(sums):
         return False
-    return all(
-        crc32((whole[c.window] if c.lengths else whole).contiguous()) == crc
-        for c, crc in zip(found, crcs, strict=True)
-        if not c.overlap(wanted).empty
-    )
+    for chunk, known in zip(found, sums, strict=True):
+        meet = chunk.overlap(wanted)
+        if meet.empty:
+            continue
+        if checksum((whole[chunk.window] if chunk.lengths else whole).contiguous()) != known:
+            return False
+        if target is not None:
+            target[meet.within(wanted)].copy_(whole[meet.window])
+    return True
 
 
 def copy_(target: Tensor, whole: Tensor, wanted: Box) -> None:
@@ -139,9 +146,5 @@ def copy_(target: Tensor, whole: Tensor, wanted: Box) -> None:
     Cost:
         One chunk of host memory where the target is on another device or of another dtype.
     """
-    if not wanted.lengths:
-        target.copy_(whole)
-        return
     for chunk in chunks(wanted, whole.element_size()):
-        if not chunk.empty:
-            target[chunk.within(wanted)].copy_(whole[chunk.window])
+        target[chunk.within(wanted)].copy_(whole[chunk.window])

@@ -46,7 +46,7 @@ def plain(value: Any, where: str, tensors: list[Tensor] | None = None) -> Any:
         >>> back(plain({"a": (1, 2)}, "it"))
         {'a': (1, 2)}
     """
-    kind = type(value)
+    kind: Any = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
     if isinstance(value, Tensor) and not isinstance(value, DTensor) and tensors is not None:
@@ -57,9 +57,9 @@ def plain(value: Any, where: str, tensors: list[Tensor] | None = None) -> Any:
     if kind in _LISTS:
         rows = sorted(value) if isinstance(value, set | frozenset) else value
         return {_LISTS[kind]: [plain(v, f"{where}[{i}]", tensors) for i, v in enumerate(rows)]}
-    if kind is bytes:
+    if isinstance(value, bytes):
         return {"bytes": value.hex()}
-    if kind in _DICTS:
+    if kind in _DICTS and isinstance(value, dict):
         rows = [[plain(k, where), plain(v, f"{where}.{k}", tensors)] for k, v in value.items()]
         return {_DICTS[kind]: rows}
     if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a number of numpy

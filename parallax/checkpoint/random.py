@@ -88,7 +88,7 @@ def source(saved: Mapping[str, int], here: Mapping[str, int], rank: int) -> tupl
 def _place(sizes: Mapping[str, int], rank: int) -> int:
     """A rank's place in the data."""
     places = {}
-    for axis, size in reversed(sizes.items()):
+    for axis, size in reversed([*sizes.items()]):
         rank, places[axis] = divmod(rank, size)
     place = 0
     for axis in DATA_AXES:

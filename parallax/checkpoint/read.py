@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,14 @@ from parallax.errors import CheckpointError
 def whole_box(shape: tuple[int, ...]) -> Box:
     """The box that is all of a tensor."""
     return Box((0,) * len(shape), shape)
+
+
+class Read(NamedTuple):
+    """What is read: a tensor's key, a box of it (all by default), and where it goes, if at once."""
+
+    key: str
+    wanted: Box | None = None
+    target: Tensor | None = None
 
 
 class Reader:
@@ -51,25 +59,32 @@ class Reader:
         self._stack.close()
         self._files.clear()
 
-    def check(self, key: str, wanted: Box | None = None) -> None:
-        """Compare the checksums of all chunks that meet a box; of the whole tensor by default.
+    def check(self, *reads: Read) -> None:
+        """Compare the checksums of all chunks that meet some boxes.
 
         Raises:
             CheckpointError: They differ, or pieces are missing.
         """
-        entry, whole = self.index.tensors[key], self._whole(key)
-        wanted = whole_box(entry.shape) if wanted is None else wanted
+        for read in reads:
+            self._check(read)
+
+    def _check(self, read: Read) -> None:
+        # Mapped one by one: safetensors asks the system to read ahead what is mapped, and asked for
+        # all tensors at once a disk gives half of its rate.
+        whole = self._whole(read.key)
+        entry = self.index.tensors[read.key]
+        wanted = whole_box(entry.shape) if read.wanted is None else read.wanted
         covered = 0
         for piece in entry.pieces:
             covered += torch.Size(piece.box.overlap(wanted).lengths).numel()
-            if not check(whole, piece.box, piece.crcs, wanted):
+            if not check(whole, piece.box, piece.sums, wanted, read.target):
                 raise CheckpointError(
-                    f"{key} in {self.directory / entry.file} is damaged: its bytes do not have the "
-                    "checksum that the index holds.\n\nLoad another checkpoint."
+                    f"{read.key} in {self.directory / entry.file} is damaged: its bytes do not "
+                    "have the checksum that the index holds.\n\nLoad another checkpoint."
                 )
         if covered != torch.Size(wanted.lengths).numel():
             raise CheckpointError(
-                f"{key} in {self.directory} is incomplete: {covered} of "
+                f"{read.key} in {self.directory} is incomplete: {covered} of "
                 f"{torch.Size(wanted.lengths).numel()} elements that are asked for were written."
                 "\n\nThe checkpoint is damaged; load another one."
             )
@@ -86,7 +101,7 @@ class Reader:
 
     def tensor(self, key: str) -> Tensor:
         """A whole tensor, checked; on the CPU."""
-        self.check(key)
+        self.check(Read(key))
         return self._whole(key).clone()
 
     def _whole(self, key: str) -> Tensor:

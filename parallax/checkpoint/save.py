@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import queue
+import threading
 import uuid
 import weakref
-import zlib
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from xxhash import xxh3_64_intdigest
 
 from parallax.checkpoint.background import Saving, Staging, own_group
 from parallax.checkpoint.content import Content, Row, content
 from parallax.checkpoint.files import INDEX, Entry, Index, Piece
-from parallax.checkpoint.folder import STEP, Target, rotate, sync, write_text
+from parallax.checkpoint.folder import STEP, Target, rotate, write_text
 from parallax.checkpoint.layout import Layout, Place, layout
 from parallax.checkpoint.pieces import write
 from parallax.checkpoint.pretrained import model_index
@@ -26,6 +29,9 @@ from parallax.errors import CheckpointError
 
 SHARD = 4 << 30
 """Bytes of tensors in one file, by default."""
+
+FLUSH = 32 << 20
+"""Bytes after which a rank asks the disk to begin."""
 
 _STAGING: weakref.WeakKeyDictionary[Boosted, Staging] = weakref.WeakKeyDictionary()
 
@@ -113,6 +119,48 @@ def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -
     return limit
 
 
+class Flusher:
+    """Lets the disk work while the rest is still being copied: a thread that asks it to.
+
+    A context manager; when it is left, the thread has ended.
+    """
+
+    def __init__(self) -> None:
+        self._files: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="parallax-flush")
+        self._waiting = 0
+        self._fault: OSError | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.put(None)
+        self._thread.join()
+
+    def wrote(self, file: int, count: int) -> None:
+        """Note that so many bytes were written to a file; from time to time they are flushed."""
+        self._waiting += count
+        if self._waiting >= FLUSH:
+            self._files.put(file)
+            self._waiting = 0
+
+    def finish(self) -> None:
+        """Wait for the thread; what the disk did not take is raised here."""
+        self.__exit__()
+        if self._fault is not None:
+            raise self._fault
+
+    def _run(self) -> None:
+        while (file := self._files.get()) is not None:
+            try:
+                os.fdatasync(file)
+            except OSError as error:
+                # The system says it once only, so the last sync of the file need not say it again.
+                self._fault = self._fault or error
+
+
 @dataclass
 class _Writing:
     """A checkpoint under way: where it goes, where each tensor lies, and what this rank writes."""
@@ -128,8 +176,8 @@ class _Writing:
         """Write, make it durable, and put it in its place; collective."""
         what = f"cannot write a checkpoint to {self.target.path}"
         try:
-            crcs = ranks.do(lambda: self._write(saving), what)
-            everyones = ranks.to_first(crcs)
+            sums = ranks.do(lambda: self._write(saving), what)
+            everyones = ranks.to_first(sums)
             ranks.on_first(lambda: self._finish(everyones), what)
         except CheckpointError:
             if ranks.rank == 0:
@@ -145,33 +193,35 @@ class _Writing:
 
     def _write(self, saving: Saving) -> list[list[int]]:
         files: dict[str, int] = {}
-        crcs = []
-        with ExitStack() as stack:
+        found = []
+        with ExitStack() as stack, Flusher() as flusher:
             for row, part in zip(self.mine.rows, self.mine.parts, strict=True):
                 place = self.places[row.key]
                 if place.file not in files:
                     files[place.file] = os.open(self.target.partial / place.file, os.O_WRONLY)
                     stack.callback(os.close, files[place.file])
                 file = files[place.file]
-                crcs.append(write(file, place.start, row.spec, row.box, part))
+                found.append(write(file, place.start, row.spec, row.box, part))
+                flusher.wrote(file, part.nbytes)
                 saving.add(part.nbytes)
+            flusher.finish()
             for file in files.values():
                 os.fsync(file)
-        return crcs
+        return found
 
-    def _finish(self, crcs: list[list[list[int]]]) -> None:
+    def _finish(self, sums: list[list[list[int]]]) -> None:
         index = Index(**self.mine.about, token=self.token)
-        for (rows, values), theirs in zip(self.everyone, crcs, strict=True):
+        for (rows, values), theirs in zip(self.everyone, sums, strict=True):
             index.values.update(values)
-            for row, sums in zip(rows, theirs, strict=True):
+            for row, mine in zip(rows, theirs, strict=True):
                 place = self.places[row.key]
                 entry = index.tensors.setdefault(
                     row.key, Entry(row.spec.dtype, row.spec.shape, place.file, place.name)
                 )
-                entry.pieces.append(Piece(row.box, tuple(sums)))
+                entry.pieces.append(Piece(row.box, tuple(mine)))
         for name, text in {**self.mine.texts, **model_index(index.tensors)}.items():
             write_text(self.target.partial / name, text.encode())
-            index.texts[name] = zlib.crc32(text.encode())
+            index.texts[name] = xxh3_64_intdigest(text.encode())
         write_text(self.target.partial / INDEX, index.to_text())
         self.target.commit()
         if self.rotation is not None:
@@ -199,7 +249,6 @@ def _begin(ranks: Ranks, target: Path, mine: Content, limit: int) -> _Writing:
             with (place.partial / file.name).open("wb") as out:
                 out.write(file.header)
                 out.truncate(file.size)
-        sync(place.partial)
 
     try:
         ranks.on_first(lay_out, f"cannot write a checkpoint to {target}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from parallax.errors import CheckpointError
@@ -102,7 +102,7 @@ class Along:
             raise
         self.waiting = {name: s for name, s in states.items() if name not in self.things}
 
-    def missing(self, states: dict[str, Any]) -> list[str]:
+    def missing(self, states: Container[str]) -> list[str]:
         """What is attached, and has state, but none among these."""
         return [
             name

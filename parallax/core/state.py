@@ -44,6 +44,10 @@ class Unread(Protocol):
         """The leaf, written into a rank's part."""
         ...
 
+    def like(self, other: Any) -> bool:
+        """Whether something is laid out as the leaf will be."""
+        ...
+
 
 class Saving(Protocol):
     """A checkpoint that is being written, or was; see `parallax.checkpoint.Saving`."""
@@ -233,8 +237,10 @@ class State:
             if name not in moments:
                 state.pop(parameter, None)
                 continue
-            state.pop(parameter, None)  # before its successors are allocated
-            state[parameter] = _copied(moments[name])
+            before = state.pop(parameter, {})
+            state[parameter] = {
+                slot: _again(before.pop(slot, None), value) for slot, value in moments[name].items()
+            }
 
     def leaves(self, kind: Kind) -> Any:
         """The tensors of one kind, as laid out on this rank: what a checkpoint holds."""
@@ -274,6 +280,18 @@ class State:
 
 def _copied(entries: dict[str, Any]) -> dict[str, Any]:
     return {k: _new(v) for k, v in entries.items()}
+
+
+def _again(before: Any, value: Any) -> Any:
+    """A leaf of the optimizer's state, in the memory of the one before where it is still in a file.
+
+    So that a load holds no tensor twice; the caller lets go of `before`.
+    """
+    if hasattr(value, "read_into") and value.like(before):
+        value.read_into(local(before))
+        return before
+    del before
+    return _new(value)
 
 
 def _new(value: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from parallax import zero
-from parallax.checkpoint import Reader, latest, read_index
+from parallax.checkpoint import Read, Reader, latest, read_index
 from parallax.testing import toys
 
 RANKS = 2
@@ -68,7 +68,7 @@ def check(path: Path) -> int:
     """The step of a checkpoint of which every byte is right."""
     with Reader(path) as reader:
         for key in reader.index.tensors:
-            reader.check(key)
+            reader.check(Read(key))
         return reader.index.step
 
 

@@ -247,7 +247,8 @@ def test_load_makes_a_pair_that_goes_on_or_begins(world2: World, tmp_path: Path)
             1,
             "<boosted Mlp at step 1: zero(2)>",
             (
-                f"CheckpointError: no checkpoint at {run / 'no'}: there is no such directory; beside "
+                f"CheckpointError: no checkpoint at {run / 'no'}: there is no such directory; "
+                "beside "
                 "it: step-00000001.\n\nGive the directory that boosted.save wrote."
             ),
             (
@@ -276,12 +277,15 @@ def test_bad_calls_are_refused_with_what_would_do(world2: World, tmp_path: Path)
     for found in world2.run(bad_calls, str(path)):
         assert found == [
             (
-                "CheckpointError: save was given shard_size='lots'. Give bytes, such as 1073741824 or "
-                "'1GiB'.\n\nsave was given keep=0. Give the number of checkpoints to keep, at least 1."
+                "CheckpointError: save was given shard_size='lots'. Give bytes, such as "
+                "1073741824 or "
+                "'1GiB'.\n\nsave was given keep=0. Give the number of checkpoints to keep, at "
+                "least 1."
                 f"\n\nsave was given kinds=('params', 'x'). Give some of {kinds}."
             ),
             (
-                f"CheckpointError: save was given {path}-0 on rank 0 and {path}-1 on others.\n\nGive "
+                f"CheckpointError: save was given {path}-0 on rank 0 and {path}-1 on "
+                "others.\n\nGive "
                 "the same directory on every rank."
             ),
             f"CheckpointError: load_ was given kinds=('weights',).\n\nGive some of {kinds}.",
@@ -390,7 +394,8 @@ def test_state_that_waits_is_given_or_asked_for(world2: World, tmp_path: Path) -
                 "StepError: the checkpoint holds the state of mine, and nothing of that name was "
                 "attached, so that training would not go on as it was.\n\nMake boosted.loader(..., "
                 "name=...) and boosted.attach(scheduler, name=...) as in the run that saved it, or "
-                "load without them: boosted.load_(directory, kinds=('params', 'buffers', 'moments', "
+                "load without them: boosted.load_(directory, kinds=('params', 'buffers', "
+                "'moments', "
                 "'rooms', 'step', 'random'))."
             ),
             ["mine"],
@@ -421,7 +426,8 @@ def test_what_cannot_go_along_is_named(world2: World, tmp_path: Path) -> None:
     for found in world2.run(attached_wrongly, str(tmp_path / "c")):
         assert found == [
             (
-                "CheckpointError: attach was given a Counter as 'mine', and a Counter has this name."
+                "CheckpointError: attach was given a Counter as 'mine', and a Counter has this "
+                "name."
                 "\n\nGive name= another one."
             ),
             (
@@ -429,14 +435,16 @@ def test_what_cannot_go_along_is_named(world2: World, tmp_path: Path) -> None:
                 "\n\nWhat goes along into checkpoints has state_dict() and load_state_dict(state)."
             ),
             (
-                "CheckpointError: the state holds Counter.it, a builtin_function_or_method, which is "
+                "CheckpointError: the state holds Counter.it, a builtin_function_or_method, which "
+                "is "
                 "no plain value.\n\nLet its state_dict() hold numbers, text, tensors, and lists, "
                 "tuples, sets and dicts of them only; give the rest again when the object is made."
             ),
             (
                 f"CheckpointError: the checkpoint {tmp_path / 'c'} does not fit Mlp:\n  mine is "
                 "attached here only\n  Counter is attached here only\n\nBuild the model and the "
-                "optimizer's groups as they were when it was saved, attach what was attached, or read "
+                "optimizer's groups as they were when it was saved, attach what was attached, or "
+                "read "
                 "less of it with kinds=."
             ),
         ]

@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from parallax.core.mesh import agree
 from parallax.data import loader
-from parallax.data.loader import GlobalBatches
+from parallax.data.rows import GlobalBatches
 from parallax.errors import DataError, StepError
 
 

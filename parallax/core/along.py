@@ -12,7 +12,8 @@ from parallax.errors import CheckpointError
 class Along:
     """Things with `state_dict()` and `load_state_dict(state)`: schedulers, loaders, a user's own.
 
-    Their state is taken to be the same on every rank.
+    Their state is taken to be the same on every rank. A thing with an attribute `at_rest`, which
+    its state holds too, may begin anew where that is true: a loader between epochs.
 
     Attributes:
         waiting: State that was loaded before the thing that it belongs to was attached.
@@ -80,9 +81,8 @@ class Along:
 
     def states(self) -> dict[str, Any]:
         """The state of everything attached that has any worth keeping."""
-        things = {n: t for n, t in self.things.items() if not getattr(t, "at_rest", False)}
         # What waits was not used yet, and belongs to this run all the same.
-        return {**self.waiting, **{name: thing.state_dict() for name, thing in things.items()}}
+        return {**self.waiting, **{name: t.state_dict() for name, t in self.things.items()}}
 
     def load(self, states: dict[str, Any]) -> None:
         """Hand states to what is attached; the rest waits.
@@ -103,9 +103,14 @@ class Along:
         self.waiting = {name: s for name, s in states.items() if name not in self.things}
 
     def missing(self, states: Container[str]) -> list[str]:
-        """What is attached, and has state, but none among these."""
+        """What is attached, with no state among these: a thing that can be at rest needs none."""
+        things = self.things.items()
+        return [n for n, thing in things if n not in states and not hasattr(thing, "at_rest")]
+
+    def overdue(self) -> list[str]:
+        """Names of waiting state that training cannot go on without: that is not at rest."""
         return [
             name
-            for name, thing in self.things.items()
-            if name not in states and not getattr(thing, "at_rest", hasattr(thing, "at_rest"))
+            for name, state in self.waiting.items()
+            if not (isinstance(state, dict) and state.get("at_rest"))
         ]

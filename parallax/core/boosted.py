@@ -108,8 +108,8 @@ class Boosted(State):
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The first half of `train_step`: fills `.grad`, changes no parameter."""
         self._live("grad")
-        if self.along.waiting:
-            self._nobody_came()
+        if self.along.waiting and (names := self.along.overdue()):
+            self._nobody_came(names)
         try:
             return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
         except BaseException:
@@ -293,11 +293,11 @@ class Boosted(State):
         self._live("windows")
         return WINDOWS(self, batches)
 
-    def _nobody_came(self) -> None:
+    def _nobody_came(self, names: list[str]) -> None:
         """Refuse to go on without state that a checkpoint held."""
-        names = ", ".join(self.along.waiting)
         raise StepError(
-            f"the checkpoint holds the state of {names}, and nothing of that name was attached, so "
+            f"the checkpoint holds the state of {', '.join(names)}, and nothing of that name was "
+            "attached, so "
             "that training would not go on as it was.\n\nMake boosted.loader(..., name=...) and "
             "boosted.attach(scheduler, name=...) as in the run that saved it, or load without "
             "them: boosted.load_(directory, kinds=('params', 'buffers', 'moments', 'rooms', "

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import Subset
 
 from parallax import launch, parse
-from parallax.data.loader import GlobalBatches
+from parallax.data.rows import GlobalBatches
 from parallax.errors import DataError, ParallaxError
 from parallax.train.curve import Curve, draw, require_plotting
 from parallax.train.decoder import Decoder, size

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import Dataset
 
 import parallax
 from parallax import parse
@@ -109,6 +110,81 @@ def test_each_kind_of_state_would_be_missed(kind: str, tmp_path: Path) -> None:
     case = CASES["averages"]
     for one, other in pool(case.world).run(stopped_and_not, case, str(tmp_path / "c"), kinds):
         assert not same(one, other)
+
+
+# -- with a loader ---------------------------------------------------------------------------------
+
+
+class Numbers(Dataset[Any]):
+    """Samples with noise, which workers draw."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((5,), index / 22) + torch.rand(5) + random.random()
+
+
+def epochs(boosted: Any, loader: Any, steps: int) -> list[float]:
+    losses: list[float] = []
+    while len(losses) < steps:
+        for batch in loader:
+            losses.append(float(boosted.train_step(toys.square, batch)))
+            if len(losses) == steps:
+                break
+    return losses
+
+
+def with_loader(directory: str, workers: int, late: bool) -> tuple[list[float], list[float]]:
+    def begin(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        model = toys.Mlp()
+        boosted = parse("zero(2)")(model, toys.momentum(model))
+        return boosted, lambda: boosted.loader(
+            Numbers(), batch_size=4, shuffle=True, seed=1, num_workers=workers
+        )
+
+    boosted, make = begin(0)
+    loader = make()
+    losses: list[float] = []
+    for batch in loader:
+        losses.append(float(boosted.train_step(toys.square, batch)))
+        if len(losses) == 3:
+            boosted.save(directory)
+        if len(losses) == 5:
+            break
+    other, make = begin(1)
+    again = None if late else make()
+    other.load_(directory)
+    return losses[3:], epochs(other, again or make(), 2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_goes_on_in_the_middle_of_its_epoch(
+    workers: int, late: bool, world2: World, tmp_path: Path
+) -> None:
+    """The same batches with the same noise, whether the loader is made before or after loading."""
+    for through, resumed in world2.run(with_loader, str(tmp_path / "c"), workers, late):
+        assert through == resumed
+
+
+def no_loader(directory: str) -> str:
+    model = toys.Mlp()
+    boosted = parse("zero(2)")(model, toys.momentum(model))
+    boosted.load_(directory)
+    try:
+        boosted.train_step(toys.square, boosted.shard(toys.points(4)))
+    except parallax.StepError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_place_in_the_data_is_not_forgotten(world2: World, tmp_path: Path) -> None:
+    world2.run(with_loader, str(tmp_path / "c"), 0, False)
+    for text in world2.run(no_loader, str(tmp_path / "c")):
+        assert text.startswith("the checkpoint holds the state of loader, and nothing of that name")
 
 
 # -- any composition to any other ------------------------------------------------------------------

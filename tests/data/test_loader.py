@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from parallax import DataError, Transform, compose, dp, tp, zero
-from parallax.data.loader import GlobalBatches
+from parallax.data.rows import GlobalBatches
 from parallax.testing import World, pool
 
 Rows = list[list[int]]

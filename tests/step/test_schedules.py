@@ -12,7 +12,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, StepLR
 
-from parallax import CheckpointError, StepError, clip, compose, fp16, mixed_precision, schedules, zero
+from parallax import (
+    CheckpointError,
+    StepError,
+    clip,
+    compose,
+    fp16,
+    mixed_precision,
+    schedules,
+    zero,
+)
 from parallax.testing import World, toys
 
 

@@ -142,9 +142,10 @@ def _start(
     if found.world == 1:
         where = {"store": dist.HashStore()}
     elif found.launcher == "torchrun":
+        store = _store_of_attempt(found, bound)
         # Not by address: torchrun's agent may already host the store, which only torch's env://
         # rendezvous knows.
-        where = {"init_method": "env://"}
+        where = {"init_method": "env://"} if store is None else {"store": store}
     else:
         host = f"[{found.address}]" if ":" in str(found.address) else found.address
         where = {"init_method": f"tcp://{host}:{found.port}"}
@@ -158,6 +159,24 @@ def _start(
     )
     # NCCL complains at exit about groups that were left open.
     atexit.register(_leave, dist.group.WORLD)
+
+
+def _store_of_attempt(found: Surroundings, bound: timedelta | None) -> dist.Store | None:
+    """The store of a job that torchrun started again on its one host; None for any other.
+
+    Its agent keeps one store for all attempts (torch 2.11 to 2.13 take each for a new one), where
+    the ranks would find the addresses of those that have died and wait for them.
+    """
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    # On several hosts agents count restarts differently, so that the number is no common name.
+    if not (attempt and hosted and os.environ.get("GROUP_WORLD_SIZE") == "1"):
+        return None
+    assert found.address is not None, "torchrun says where its store is"
+    assert found.port is not None, "torchrun says where its store is"
+    wait = dist.default_pg_timeout if bound is None else bound
+    store = dist.TCPStore(found.address, found.port, found.world, is_master=False, timeout=wait)
+    return dist.PrefixStore(f"attempt-{attempt}", store)
 
 
 def _leave(group: dist.ProcessGroup | None) -> None:

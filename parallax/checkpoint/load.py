@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -131,16 +132,20 @@ def load_(
             ranks.do(lambda: _give(boosted, states), what)
         ranks.do(lambda: boosted.write_(tree, kinds=kinds), f"{what}, and the pair is half loaded")
         if boosted.optimizer is not None and "moments" in kinds:
-            for group, saved in zip(
-                boosted.optimizer.param_groups, reader.index.groups, strict=True
-            ):
-                for key, value in saved["settings"].items():
-                    if key not in HOW:
-                        group[key] = restored(value, group.get(key))
+            boosted.along.again = partial(_set, boosted.optimizer, reader.index.groups)
+            boosted.along.again()
         if "random" in kinds and "random" in reader.index.kinds:
             state, number = _randomness(boosted, reader)
             restore(state, number)
     return True
+
+
+def _set(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Put the settings of an optimizer's groups where a checkpoint has them."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved["settings"].items():
+            if key not in HOW:
+                group[key] = restored(value, group.get(key))
 
 
 def _checked(kinds: tuple[Kind, ...], resume: str) -> None:

@@ -24,13 +24,14 @@ class RankError(RuntimeError):
     """A rank failed; its text is that of the first rank that did, with its traceback."""
 
 
-def start(entry: Callable[..., object], *args: object, nproc: int) -> None:
+def start(entry: Callable[..., object], *args: object, nproc: int, max_restarts: int = 0) -> None:
     """Runs a function in some new processes, as ranks of one world, and waits for them.
 
     Args:
         entry: The function, importable by name.
         *args: What to call it with.
         nproc: How many processes.
+        max_restarts: How often all are started again after one has failed.
 
     Raises:
         ParallaxError: A rank raised it; of the same kind and with the same text.
@@ -46,7 +47,7 @@ def start(entry: Callable[..., object], *args: object, nproc: int) -> None:
         rdzv_endpoint="localhost:0",
         # Without it the machine's own name is looked up, which need not resolve.
         local_addr="localhost",
-        max_restarts=0,
+        max_restarts=max_restarts,
         # "spawn", because threads and an initialised GPU do not survive a fork.
         start_method="spawn",
         monitor_interval=0.1,
@@ -76,13 +77,18 @@ def _rank(folder: Path, entry: Callable[..., object], args: tuple[object, ...]) 
             "text": str(error),
             "trace": traceback.format_exc(),
         }
-        (folder / os.environ["RANK"]).write_text(json.dumps(report))
+        attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+        (folder / f"{attempt}-{os.environ['RANK']}").write_text(json.dumps(report))
         raise
 
 
 def _error(folder: Path, failed: ChildFailedError) -> Exception:
     """The error of the rank that failed first."""
-    reports = {int(path.name): json.loads(path.read_text()) for path in folder.iterdir()}
+    found = [(*map(int, path.name.split("-")), path) for path in folder.iterdir()]
+    last = max((attempt for attempt, _, _ in found), default=0)
+    reports = {
+        rank: json.loads(path.read_text()) for attempt, rank, path in found if attempt == last
+    }
     rank, failure = failed.get_first_failure()
     if rank not in reports:
         return RankError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,14 @@ from parallax.train.job import check, run
 from parallax.train.options import Job
 
 _DEFAULT = Job()
+
+
+class Resume(enum.Enum):
+    """Whether a job continues."""
+
+    never = "never"
+    auto = "auto"
+    must = "must"
 
 
 def train(
@@ -57,11 +66,18 @@ def train(
         Path | None, typer.Option(help="Folder to write to.", show_default="runs/SIZE")
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint in the folder.")
-    ] = False,
+        Resume, typer.Option(help="Continue from the last checkpoint in the folder; auto: if any.")
+    ] = Resume.never,
     save_every: Annotated[
         int, typer.Option(min=0, help="Steps between checkpoints; 0: at the end only.")
     ] = _DEFAULT.save_every,
+    keep: Annotated[
+        int, typer.Option(min=1, help="How many of the newest checkpoints stay.")
+    ] = _DEFAULT.keep,
+    max_restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How often to start all ranks again after one has died."),
+    ] = 0,
     eval_windows: Annotated[
         int, typer.Option(min=1, help="Held-out samples to judge by, at most.")
     ] = _DEFAULT.eval_windows,
@@ -92,8 +108,9 @@ def train(
         data=data,
         data_limit=data_limit,
         out=out or Path("runs") / size,
-        resume=resume,
+        resume=resume.value,
         save_every=save_every,
+        keep=keep,
         eval_windows=eval_windows,
         sample_length=sample_length,
         prompt=prompt,
@@ -103,11 +120,11 @@ def train(
         run(job)
         return
     check(job, ranks)
-    if ranks == 1:
+    if ranks == 1 and not max_restarts:
         run(job)
         return
     try:
-        start(run, job, nproc=ranks)
+        start(run, job, nproc=ranks, max_restarts=max_restarts)
     except RankError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from error

@@ -17,6 +17,8 @@ class Along:
 
     Attributes:
         waiting: State that was loaded before the thing that it belongs to was attached.
+        again: Puts the optimizer's settings where the checkpoint has them, once more: a scheduler
+            that is made after loading has set its own first rate. None once training goes on.
 
     Example:
         >>> class Counter:
@@ -34,6 +36,7 @@ class Along:
         self._things: dict[str, Callable[[], Any]] = {}
         self._counts: dict[str, int] = {}
         self.waiting: dict[str, Any] = {}
+        self.again: Callable[[], None] | None = None
 
     @property
     def things(self) -> dict[str, Any]:
@@ -76,6 +79,8 @@ class Along:
         if name in self.waiting:
             thing.load_state_dict(self.waiting[name])
             del self.waiting[name]
+            if self.again is not None:
+                self.again()
         self._things[name] = weakref.ref(thing) if weak else lambda: thing
         return name
 

@@ -110,6 +110,7 @@ class Boosted(State):
         self._live("grad")
         if self.along.waiting and (names := self.along.overdue()):
             self._nobody_came(names)
+        self.along.again = None
         try:
             return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
         except BaseException:

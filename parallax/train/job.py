@@ -6,25 +6,24 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import Subset
 
 from parallax import launch, parse
-from parallax.data.rows import GlobalBatches
 from parallax.errors import DataError, ParallaxError
 from parallax.train.curve import Curve, draw, require_plotting
 from parallax.train.decoder import Decoder, size
 from parallax.train.options import Job
 from parallax.train.progress import Display
 from parallax.train.recipe import adamw, schedule
-from parallax.train.restart import Checkpoints
+from parallax.train.restart import NAME, Run, begun, checkpoints, put_aside, restarted
 from parallax.train.sample import generate
 from parallax.train.text import Corpus, Windows, corpus, unigram_entropy
 
@@ -57,8 +56,7 @@ def check(job: Job, world: int) -> None:
     _check_options(job)
     text = corpus(job.data, limit=job.data_limit)
     _windows(text, job)
-    if job.resume:
-        _last(Checkpoints(job.out, _identity(job, text)), job)
+    _begun(job, Run(_identity(job, text)))
 
 
 def next_byte_loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
@@ -105,20 +103,25 @@ def run(job: Job) -> Outcome:
     boosted = transform(model, adamw(model, job))
     out.print(f"model: {job.size}, {parameters:,} parameters; {transform!r} on {info.world} ranks")
 
-    checkpoints = Checkpoints(job.out, _identity(job, text))
-    start = 0
-    if job.resume:
-        folder, start = _last(checkpoints, job)
-        boosted.load_(folder)
-    else:
-        checkpoints.forget()
-    if first:
+    run = boosted.attach(Run(_identity(job, text)), name=NAME)
+    loader = boosted.loader(
+        train, batch_size=job.batch_size, shuffle=True, seed=job.seed, drop_last=True, name="train"
+    )
+    start = _together(lambda: _begun(job, run))
+    if start is not None:
+        boosted.load_(checkpoints(job.out))
+        out.print(f"continued from step {start}")
+    elif first:
         job.out.mkdir(parents=True, exist_ok=True)
+        aside = put_aside(job.out)
+        if aside is not None:
+            out.print(f"checkpoints of an earlier run are now in {aside}")
+    start = start or 0
 
     before = evaluate(boosted, held_out, job)
     out.print(f"held-out loss before: {before:.4f} nats per byte")
     curve = Curve(job.out / "loss.csv" if first else None, start=start)
-    _train(boosted, train, curve, checkpoints, job, start=start, device=device, silent=not first)
+    _train(boosted, loader, curve, job, start=start, device=device, silent=not first)
     after = evaluate(boosted, held_out, job)
 
     sample = generate(
@@ -161,9 +164,8 @@ def evaluate(boosted: Boosted, held_out: Subset[Tensor], job: Job) -> float:
 
 def _train(
     boosted: Boosted,
-    windows: Windows,
+    loader: Iterable[Tensor],
     curve: Curve,
-    checkpoints: Checkpoints,
     job: Job,
     *,
     start: int,
@@ -172,12 +174,6 @@ def _train(
 ) -> None:
     assert boosted.optimizer is not None
     scheduler = schedule(boosted.optimizer, job, start)
-    loader = boosted.loader(
-        windows, batch_size=job.batch_size, shuffle=True, seed=job.seed, drop_last=True
-    )
-    epoch, skip = divmod(start, len(loader))
-    assert isinstance(loader.batch_sampler, GlobalBatches)
-    loader.batch_sampler.set_epoch(epoch, skip=skip)
     batches = itertools.islice(_epochs(loader), job.steps - start)
     with Display(job.steps, start=start, device=device, silent=silent) as display:
         for step, batch in enumerate(batches, start + 1):
@@ -190,7 +186,7 @@ def _train(
                 display.show(step, curve.points[-1].loss, (step - start) * job.batch_size * job.seq)
             if step == job.steps or (job.save_every and step % job.save_every == 0):
                 curve.flush()
-                checkpoints.save(boosted, step)
+                boosted.save(checkpoints(job.out), keep=job.keep)
 
 
 def _check_options(job: Job) -> None:
@@ -233,12 +229,31 @@ def _identity(job: Job, text: Corpus) -> dict[str, object]:
     }
 
 
-def _last(checkpoints: Checkpoints, job: Job) -> tuple[Path, int]:
-    """The checkpoint to continue from, and its step."""
-    folder, step = checkpoints.latest()
-    if step >= job.steps:
+def _begun(job: Job, run: Run) -> int | None:
+    """The step to continue from; None to begin anew."""
+    resume = "auto" if job.resume == "never" and restarted() else job.resume
+    step = begun(job.out, run, resume)
+    # What a restart finds finished was killed after its last step, and has its results to write.
+    if step is not None and (step > job.steps or (step == job.steps and resume == "must")):
+        folder = str(checkpoints(job.out))
         raise ParallaxError(
-            f"Training to step {job.steps} was asked for; the last checkpoint, {str(folder)!r}, is "
-            f"at step {step}.\n\nGive --steps more than {step}, or leave out --resume."
+            f"Training to step {job.steps} was asked for; the last checkpoint in {folder!r} is at "
+            f"step {step}.\n\nGive --steps more than {step}, or leave out --resume."
         )
-    return folder, step
+    return step
+
+
+def _together(look: Callable[[], int | None]) -> int | None:
+    """What rank 0 finds, or raises, on every rank: before it changes what others would find."""
+    found: list[int | ParallaxError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            found = [look()]
+        except ParallaxError as error:
+            found = [error]
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(found, src=0)
+    (step,) = found
+    if isinstance(step, ParallaxError):
+        raise step
+    return step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,10 @@ class Job:
         data: File or folder of text; Python's standard library if None.
         data_limit: Bytes of it to read at most.
         out: Folder to write to.
-        resume: Whether to continue from the last checkpoint there.
+        resume: Whether to continue from the last checkpoint there: `"auto"` if there is one. A job
+            that a launcher restarts continues from its own in any case.
         save_every: Steps between checkpoints; 0 saves at the end only.
+        keep: How many of the newest checkpoints stay.
         eval_windows: Held-out samples to judge by, at most.
         sample_length: Bytes of text to generate.
         prompt: What they continue.
@@ -43,8 +46,9 @@ class Job:
     data: Path | None = None
     data_limit: int = 16 << 20
     out: Path = Path("runs/tiny")
-    resume: bool = False
+    resume: Literal["never", "auto", "must"] = "never"
     save_every: int = 0
+    keep: int = 3
     eval_windows: int = 256
     sample_length: int = 200
     prompt: str = "def "

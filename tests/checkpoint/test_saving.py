@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from parallax import DataError, ParallaxError, compose, dp, load, zero
+from parallax import DataError, ParallaxError, compose, dp, load, schedules, zero
 from parallax.checkpoint import latest, read_index
 from parallax.core.slices import local
 from parallax.testing import World, toys
@@ -353,6 +353,37 @@ def test_a_directory_of_something_else_is_not_replaced(world2: World, tmp_path: 
 
 
 # -- what goes along -------------------------------------------------------------------------------
+
+
+def late_schedule(directory: str, early: bool) -> tuple[list[float], list[float]]:
+    """Learning rates of the run that went on, and of one whose schedule is made before or after."""
+
+    def schedule(boosted: Any) -> Any:
+        return boosted.attach(schedules.cosine(boosted.optimizer, steps=9, warmup=2))
+
+    def rates(boosted: Any, made: Any, steps: int) -> list[float]:
+        found = []
+        for step in range(steps):
+            found.append(boosted.optimizer.param_groups[0]["lr"])
+            train(boosted, step)
+            made.step()
+        return found
+
+    boosted = build()
+    made = schedule(boosted)
+    rates(boosted, made, 4)
+    boosted.save(directory)
+    other = build(1)
+    again = schedule(other) if early else None
+    other.load_(directory)
+    return rates(boosted, made, 3), rates(other, again or schedule(other), 3)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_schedule_goes_on_whenever_it_is_made(early: bool, world2: World, tmp_path: Path) -> None:
+    for through, resumed in world2.run(late_schedule, str(tmp_path / "c"), early):
+        assert through == resumed
+        assert len(set(through)) == 3
 
 
 class Counter:

@@ -83,7 +83,7 @@ def test_an_unknown_size_is_shown_before_any_process_starts():
 def test_the_default_composition_fits_any_number_of_ranks(monkeypatch, ranks, compose):
     jobs = []
     monkeypatch.setattr("parallax.cli.train.run", jobs.append)
-    monkeypatch.setattr("parallax.cli.train.start", lambda run, job, nproc: jobs.append(job))
+    monkeypatch.setattr("parallax.cli.train.start", lambda run, job, **how: jobs.append(job))
     result = call("train", "--nproc", str(ranks))
     assert result.exit_code == 0, result.output
     assert [job.compose for job in jobs] == [compose]

@@ -64,18 +64,19 @@ def test_a_run_writes_its_files_and_a_resumed_one_goes_on_as_if_undisturbed(tmp_
 
     # As if the machine had stopped after step 7.
     shutil.copytree(whole, resumed)
-    shutil.rmtree(resumed / "checkpoints" / "step-000008")
-    (resumed / "checkpoints" / "latest").write_text("step-000005\n")
-    done = train(*options, "--out", resumed, "--resume")
+    shutil.rmtree(resumed / "checkpoints" / "step-00000008")
+    done = train(*options, "--out", resumed, "--resume", "must")
     assert done.returncode == 0, done.stderr
     assert losses(resumed) == losses(whole)
     again = json.loads((resumed / "result.json").read_text())
     assert again["held_out"] == result["held_out"]
 
-    done = CliRunner().invoke(app, ["train", *map(str, options), "--out", str(resumed), "--resume"])
+    done = CliRunner().invoke(
+        app, ["train", *map(str, options), "--out", str(resumed), "--resume", "must"]
+    )
     assert done.exit_code == 1
-    folder = str(resumed / "checkpoints" / "step-000008")
+    folder = str(resumed / "checkpoints")
     assert done.stderr == (
-        f"ParallaxError: Training to step 8 was asked for; the last checkpoint, {folder!r}, is at "
+        f"ParallaxError: Training to step 8 was asked for; the last checkpoint in {folder!r} is at "
         "step 8.\n\nGive --steps more than 8, or leave out --resume.\n"
     )

@@ -1,81 +1,89 @@
-import json
+"""Whether a job continues, from where, and that nothing of an earlier one is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
+from parallax import dp
 from parallax.errors import CheckpointError
-from parallax.train.restart import Checkpoints
+from parallax.testing import World, pool, toys
+from parallax.train.restart import NAME, Run, begun, checkpoints, put_aside, restarted
 
-RUN = {"size": "tiny", "batch_size": 8, "seed": 0}
+OPTIONS = {"size": "tiny", "batch_size": 8, "seed": 0}
 
-
-class Saved:
-    """Stands for a boosted pair: writes a folder."""
-
-    def save(self, folder):
-        folder.mkdir(parents=True)
+pytestmark = pytest.mark.ranks
 
 
-def test_the_last_one_saved_is_the_last(tmp_path):
-    checkpoints = Checkpoints(tmp_path, RUN)
-    checkpoints.save(Saved(), 5)
-    folder = checkpoints.save(Saved(), 10)
-    assert folder.name == "step-000010"
-    assert Checkpoints(tmp_path, RUN).latest() == (folder, 10)
+def save(out: str, steps: int, options: dict[str, object] | None = None) -> None:
+    boosted = dp()(toys.Mlp())
+    if options is not None:
+        boosted.attach(Run(options), name=NAME)
+    for _ in range(steps):
+        boosted._count(True)
+        boosted.save(checkpoints(Path(out)), keep=2)
 
 
-def test_a_save_that_fails_leaves_the_one_before_as_the_last(tmp_path):
-    class Failing:
-        def save(self, folder):
-            folder.mkdir()
-            raise OSError("disk full")
-
-    checkpoints = Checkpoints(tmp_path, RUN)
-    checkpoints.save(Saved(), 5)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(Failing(), 10)
-    assert checkpoints.latest()[1] == 5
+@pytest.fixture
+def world1() -> World:
+    return pool(1)
 
 
-def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path):
-    pointer = str(tmp_path / "checkpoints" / "latest")
-    checkpoints = Checkpoints(tmp_path, RUN)
-    expected = (
-        f"The last checkpoint was asked for; there is no file {pointer!r} that names it.\n\n"
-        "Leave out --resume to start anew, or give --out the folder of an earlier run."
-    )
+def test_the_last_one_saved_is_continued(tmp_path: Path, world1: World) -> None:
+    world1.run(save, str(tmp_path), 3, OPTIONS)
+    names = sorted(p.name for p in checkpoints(tmp_path).iterdir())
+    assert names == ["step-00000002", "step-00000003"]
+    assert begun(tmp_path, Run(OPTIONS), "must") == 3
+    assert begun(tmp_path, Run(OPTIONS), "auto") == 3
+    assert begun(tmp_path, Run(OPTIONS), "never") is None
+
+
+def test_without_a_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    assert begun(tmp_path, Run(OPTIONS), "auto") is None
     with pytest.raises(CheckpointError) as error:
-        checkpoints.latest()
-    assert str(error.value) == expected
-    checkpoints.save(Saved(), 5)
-    checkpoints.forget()
-    with pytest.raises(CheckpointError) as error:
-        checkpoints.latest()
-    assert str(error.value) == expected
-
-
-def test_a_run_with_other_options_is_refused_with_all_of_them(tmp_path):
-    folder = Checkpoints(tmp_path, RUN).save(Saved(), 5)
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, RUN | {"batch_size": 16, "seed": 1}).latest()
+        begun(tmp_path, Run(OPTIONS), "must")
     assert str(error.value) == (
-        f"Continuing {str(folder)!r} was asked for; it was trained otherwise, and would go on "
-        "with other samples than it began with:\n\n"
+        f"The last checkpoint was asked for; there is none in {str(tmp_path / 'checkpoints')!r}."
+        "\n\nLeave out --resume to start anew, or give --out the folder of an earlier run."
+    )
+
+
+@pytest.mark.parametrize("resume", ["must", "auto"])
+def test_a_run_with_other_options_is_refused_with_all_of_them(
+    tmp_path: Path, world1: World, resume: str
+) -> None:
+    world1.run(save, str(tmp_path), 1, OPTIONS)
+    with pytest.raises(CheckpointError) as error:
+        begun(tmp_path, Run(OPTIONS | {"batch_size": 16, "seed": 1}), resume)
+    assert str(error.value) == (
+        "Continuing a run was asked for; it was trained otherwise, and would go on with other "
+        "samples than it began with:\n\n"
         "  batch_size: 8 then, 16 now\n"
         "  seed: 0 then, 1 now\n\n"
         "Give the same options as then, or leave out --resume."
     )
 
 
-@pytest.mark.parametrize("text", ["", "[1]", json.dumps(RUN)])
-def test_a_damaged_note_is_named(tmp_path, text):
-    folder = Checkpoints(tmp_path, RUN).save(Saved(), 5)
-    (folder / "run.json").write_text(text)
-    with pytest.raises(CheckpointError) as error:
-        Checkpoints(tmp_path, RUN).latest()
-    asked = f"The last checkpoint, {str(folder)!r}, was asked for; its run.json cannot be read: "
-    remedy = (
-        ".\n\nWrite the name of another folder there into "
-        f"{str(tmp_path / 'checkpoints' / 'latest')!r}, or leave out --resume."
-    )
-    assert str(error.value).startswith(asked)
-    assert str(error.value).endswith(remedy)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, world1: World) -> None:
+    world1.run(save, str(tmp_path), 1)
+    with pytest.raises(CheckpointError, match="size: None then, 'tiny' now"):
+        begun(tmp_path, Run(OPTIONS), "must")
+
+
+def test_checkpoints_of_an_earlier_run_are_put_aside(tmp_path: Path, world1: World) -> None:
+    assert put_aside(tmp_path) is None
+    for number in (1, 2):
+        world1.run(save, str(tmp_path), 1, OPTIONS)
+        assert put_aside(tmp_path) == tmp_path / f"checkpoints-{number}"
+        assert begun(tmp_path, Run(OPTIONS), "auto") is None
+    assert (tmp_path / "checkpoints-1" / "step-00000001" / "index.json").is_file()
+
+
+def test_a_restart_is_known_by_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert not restarted()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not restarted()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert restarted()

@@ -13,15 +13,13 @@ from parallax.booster.moments import load_moments_, save_moments
 from parallax.booster.onefile import on_first, suffix_fault
 from parallax.booster.saving import check_loading, check_saving, directory_fault
 from parallax.booster.schedule import load_schedule_, save_schedule
-from parallax.booster.weights import load_weights_, save_weights
-from parallax.checkpoint import load_, save
+from parallax.booster.weights import MODEL, save_weights
+from parallax.checkpoint import load_, load_pretrained, save
 from parallax.checkpoint.files import INDEX
 from parallax.core.boosted import Boosted
 from parallax.core.state import Kind
-from parallax.errors import CheckpointError
 from parallax.launch import launch
 
-MODEL: tuple[Kind, ...] = ("params", "buffers")
 OPTIMIZER: tuple[Kind, ...] = ("moments", "rooms", "step")
 
 
@@ -48,13 +46,15 @@ class Keeping:
         Args:
             model: The boosted model.
             checkpoint: Where to: a `.safetensors` file, or with `shard` a directory.
-            shard: Each rank writes its own part, and nothing is gathered. Otherwise rank 0 writes
-                one file of whole tensors, which any torch program reads.
-            gather_dtensor: Follows from `shard`; saying otherwise is refused.
-            prefix: Refused unless None: the path is the name.
-            size_per_shard: Refused unless at its default: each rank writes one file.
+            shard: A directory as transformers writes it, with an index and checksums. Otherwise
+                one file of whole tensors. Any torch program reads either.
+            gather_dtensor: Either value means the same: files hold whole tensors, to which each
+                rank writes its own slices, so that nothing need be gathered.
+            prefix: With `shard`, put into the names of files: `model.<prefix>.safetensors`.
+            size_per_shard: With `shard`, the most in one file, in MiB.
             use_safetensors: Refused unless True: nothing is pickled.
-            use_async: Refused unless False, until checkpoints are written beside training.
+            use_async: With `shard`, return when the weights are copied, and write beside training;
+                `booster.boosted(model).saving.result()` waits, and so does the next save or load.
 
         Raises:
             CheckpointError: An argument is refused, or the files cannot be written; what was there
@@ -64,7 +64,6 @@ class Keeping:
         check_saving(
             "save_model",
             shard=shard,
-            gather_dtensor=gather_dtensor,
             prefix=prefix,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
@@ -72,7 +71,8 @@ class Keeping:
         )
         if shard:
             on_first(lambda: directory_fault(path, MODEL), str(path))
-            save(boosted, path, kinds=MODEL)
+            size, beside = size_per_shard << 20, use_async
+            save(boosted, path, kinds=MODEL, shard_size=size, prefix=prefix, asynchronous=beside)
         else:
             suffix_fault(path, "save_model was given")
             save_weights(boosted, path)
@@ -89,10 +89,9 @@ class Keeping:
 
         Args:
             model: The boosted model.
-            checkpoint: A directory that was saved with `shard`, a `.safetensors` file, or a
-                directory as transformers writes it.
-            strict: Whether names must be the same. False loads what both have, from safetensors
-            files.
+            checkpoint: A directory that was saved with `shard`, a `.safetensors` file, or anything
+                else that `boosted.load_pretrained` reads.
+            strict: Whether names must be the same. False loads what both have.
             low_cpu_mem_mode: Refused unless True: each rank reads only the blocks it holds.
             num_threads: Refused unless 1, as above.
 
@@ -101,15 +100,9 @@ class Keeping:
         """
         boosted, path = self.boosted(model), Path(checkpoint)
         check_loading("load_model", low_cpu_mem_mode, num_threads)
-        if not (path / INDEX).exists():
-            load_weights_(boosted, path, strict=strict)
+        if not strict or not (path / INDEX).exists():
+            load_pretrained(boosted, path, strict=strict)
             return
-        if not strict:
-            raise CheckpointError(
-                f"load_model was given strict=False and {path}, which was saved with "
-                "shard=True.\n\nLoad it into the model it was saved from, save that with "
-                "shard=False, and load the file with strict=False."
-            )
         load_(boosted, path, kinds=MODEL)
 
     def save_optimizer(
@@ -130,14 +123,14 @@ class Keeping:
         check_saving(
             "save_optimizer",
             shard=shard,
-            gather_dtensor=gather_dtensor,
             prefix=prefix,
             size_per_shard=size_per_shard,
             use_async=use_async,
         )
         if shard:
             on_first(lambda: directory_fault(path, OPTIMIZER), str(path))
-            save(boosted, path, kinds=OPTIMIZER)
+            size, beside = size_per_shard << 20, use_async
+            save(boosted, path, kinds=OPTIMIZER, shard_size=size, asynchronous=beside)
         else:
             suffix_fault(path, "save_optimizer was given")
             save_moments(boosted, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,6 @@ def check_saving(
     verb: str,
     *,
     shard: bool,
-    gather_dtensor: bool | None,
     prefix: str | None,
     size_per_shard: int,
     use_safetensors: bool = True,
@@ -27,38 +27,28 @@ def check_saving(
 
     Example:
         >>> common = {"shard": True, "prefix": None, "size_per_shard": 1024, "use_async": False}
-        >>> check_saving("save_model", gather_dtensor=False, **common)
+        >>> check_saving("save_model", **common)
     """
 
     def faults() -> Iterator[CheckpointError]:
         def fault(name: str, value: object, why: str, fix: str) -> CheckpointError:
             return CheckpointError(f"{verb} was given {name}={value!r}, and {why}.\n\n{fix}")
 
-        if gather_dtensor is not None and gather_dtensor is shard:
-            why = (
-                "with shard=True each rank writes its own part and nothing is gathered"
-                if shard
-                else "one file holds whole tensors, which must be gathered"
-            )
-            yield fault(
-                "gather_dtensor", gather_dtensor, why, f"Leave it out, or use shard={not shard}."
-            )
-        if prefix is not None:
-            yield fault(
-                "prefix",
-                prefix,
-                "files are named by the path",
-                "Put it into the checkpoint's path.",
-            )
-        if size_per_shard != 1024:
-            why = "files have no size limit: with shard=True each rank writes one"
-            yield fault("size_per_shard", size_per_shard, why, "Leave size_per_shard out.")
+        if not shard:
+            wishes = {"prefix": (prefix, None), "use_async": (use_async, False)}
+            for name, (value, default) in wishes.items():
+                if value != default:
+                    why = "one file is named by the path and written at once"
+                    yield fault(name, value, why, f"Use shard=True, or leave {name} out.")
+        if not isinstance(size_per_shard, int) or size_per_shard < 1:
+            why = "it is the most in one file, in MiB"
+            yield fault("size_per_shard", size_per_shard, why, "Give a whole number from 1 on.")
+        if prefix is not None and not re.fullmatch(r"[\w-]+", prefix):
+            why = "it is put into the names of files"
+            yield fault("prefix", prefix, why, "Give letters, digits, - and _ only.")
         if not use_safetensors:
             why = "the only format is safetensors: pickled files run code when they are read"
             yield fault("use_safetensors", use_safetensors, why, "Leave use_safetensors out.")
-        if use_async:
-            why = "writing beside training is not there yet"
-            yield fault("use_async", use_async, why, "Leave use_async out until then.")
 
     raise_all(faults())
 

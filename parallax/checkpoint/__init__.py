@@ -4,6 +4,8 @@ from parallax.checkpoint.background import Saving
 from parallax.checkpoint.files import Entry, Index, Piece, read_index
 from parallax.checkpoint.folder import latest
 from parallax.checkpoint.load import load, load_
+from parallax.checkpoint.export import export
+from parallax.checkpoint.pretrained import load_pretrained
 from parallax.checkpoint.read import Read, Reader
 from parallax.checkpoint.save import save
 
@@ -14,9 +16,11 @@ __all__ = [
     "Read",
     "Reader",
     "Saving",
+    "export",
     "latest",
     "load",
     "load_",
+    "load_pretrained",
     "read_index",
     "save",
 ]

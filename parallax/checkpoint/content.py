@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from parallax.checkpoint.files import flat
 from parallax.checkpoint.layout import Spec
 from parallax.checkpoint.plain import plain
-from parallax.checkpoint.pretrained import texts
 from parallax.checkpoint.random import generators
+from parallax.checkpoint.texts import texts
 from parallax.core.axes import AXES
 from parallax.core.bind import group_names
 from parallax.core.boosted import Boosted
@@ -39,14 +39,21 @@ class Content:
         parts: Their bytes, as live tensors on any device.
         values: State that is no tensor, of which it has the only word.
         about: What the index says of the run; of rank 0.
-        texts: Further files of text; of rank 0.
+        texts: Further files; of rank 0.
+        prefix: What is put into the names of the model's files.
     """
 
     rows: list[Row] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)
-    texts: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    prefix: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pieces, as they are in memory."""
+        return sum(part.nbytes for part in self.parts)
 
     def add(self, key: str, value: Tensor, piece: Box | None = None) -> None:
         """Write a tensor, or this rank's box of it."""

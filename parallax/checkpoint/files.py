@@ -75,7 +75,7 @@ class Index:
         groups: The optimizer's groups: parameter names and settings.
         optimizer: Name of the optimizer's class.
         token: What every file of this checkpoint carries, and no other's does.
-        texts: XXH3 of each further file of text, by name.
+        texts: XXH3 of each further file, by name.
         world: Sizes of the mesh's axes that it was saved under, outermost first.
         kinds: The kinds of state that were saved.
     """

@@ -82,13 +82,16 @@ class Layout(NamedTuple):
     places: dict[str, Place]
 
 
-def layout(tensors: Mapping[str, Spec], limit: int, token: str) -> Layout:
+def layout(
+    tensors: Mapping[str, Spec], limit: int, token: str, *, prefix: str | None = None
+) -> Layout:
     """Lay tensors out over files of at most `limit` bytes, or of one tensor where it is larger.
 
     Args:
         tensors: Dtypes and shapes by key: `params/<name>` and so on.
         limit: Bytes of tensors in one file.
         token: What every file of one checkpoint carries.
+        prefix: Put into the names of the model's files.
 
     Raises:
         CheckpointError: A tensor's dtype is none that safetensors knows.
@@ -106,7 +109,8 @@ def layout(tensors: Mapping[str, Spec], limit: int, token: str) -> Layout:
             f"one of {', '.join(DTYPES)} before saving."
         )
     found = Layout([], {})
-    for stem, is_model in (("model", True), ("state", False)):
+    model = "model" if prefix is None else f"model.{prefix}"
+    for stem, is_model in ((model, True), ("state", False)):
         rows = {k: s for k, s in tensors.items() if (k.split("/", 1)[0] in MODEL) is is_model}
         groups = _groups(rows, limit)
         for number, group in enumerate(groups, 1):

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +36,8 @@ def plain(value: Any, where: str, tensors: list[Tensor] | None = None) -> Any:
     Args:
         value: Any tree of plain values and tensors.
         where: What it is, for the message: `"CosineAnnealingLR"`.
-        tensors: The tensors found are added here, in order; None refuses them.
+        tensors: The tensors found are added here, in order; None refuses them, but for single
+            numbers.
 
     Raises:
         CheckpointError: It holds something of another kind, which is named by its place.
@@ -49,9 +51,12 @@ def plain(value: Any, where: str, tensors: list[Tensor] | None = None) -> Any:
     kind: Any = type(value)
     if value is None or kind in (bool, int, float, str):
         return value
-    if isinstance(value, Tensor) and not isinstance(value, DTensor) and tensors is not None:
-        tensors.append(value.detach())
-        return {"tensor": len(tensors) - 1}
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        if tensors is not None:
+            tensors.append(value.detach())
+            return {"tensor": len(tensors) - 1}
+        if value.ndim == 0:
+            return {"number": [value.item(), str(value.dtype).removeprefix("torch.")]}
     if kind is list:
         return [plain(v, f"{where}[{i}]", tensors) for i, v in enumerate(value)]
     if kind in _LISTS:
@@ -86,6 +91,8 @@ def back(value: Any, tensors: Sequence[Tensor] = ()) -> Any:
     ((kind, rows),) = value.items()
     if kind == "tensor":
         return tensors[int(rows)]
+    if kind == "number":
+        return torch.tensor(rows[0], dtype=getattr(torch, rows[1]))
     if kind in ("dict", "Counter"):
         return _MAKE[kind]({back(k): back(v, tensors) for k, v in rows})
     if kind not in _MAKE:

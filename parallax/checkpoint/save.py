@@ -20,7 +20,7 @@ from parallax.checkpoint.files import INDEX, Entry, Index, Piece
 from parallax.checkpoint.folder import STEP, Target, rotate, write_text
 from parallax.checkpoint.layout import Layout, Place, layout
 from parallax.checkpoint.pieces import write
-from parallax.checkpoint.pretrained import model_index
+from parallax.checkpoint.texts import model_index
 from parallax.checkpoint.together import Ranks
 from parallax.core.amount import bytes_of
 from parallax.core.boosted import Boosted
@@ -43,6 +43,7 @@ def save(
     kinds: tuple[Kind, ...] = KINDS,
     keep: int | None = None,
     shard_size: int | str = SHARD,
+    prefix: str | None = None,
     asynchronous: bool = False,
 ) -> Saving:
     """Write the training state to a directory, complete or not at all; collective over all ranks.
@@ -57,6 +58,8 @@ def save(
         kinds: Which kinds of state; all by default.
         keep: Write to `directory/step-<n>` and keep this many of the newest checkpoints there.
         shard_size: Bytes of tensors in one file, as a number or as `"4GiB"`.
+        prefix: Put into the names of the model's files: `model.<prefix>.safetensors`. transformers
+            finds files without one only.
         asynchronous: Return when the state is copied to host memory, and write beside training. A
             later `save` or `load_` waits for it and raises its error, as its `result()` does.
 
@@ -80,17 +83,13 @@ def save(
     ranks = Ranks()
     limit = ranks.do(lambda: _checked(kinds, keep, shard_size))
     mine: Content = ranks.do(lambda: content(boosted, kinds), "the state cannot be saved")
-    target = Path(directory).absolute()
-    folder = target
-    if keep is not None:
-        target = target / f"{STEP}{boosted.step:08d}"
-    writing = _begin(ranks, target, mine, limit)
-    if keep is not None:
-        writing.rotation = folder, keep
-    saving = Saving(target, sum(part.nbytes for part in mine.parts))
+    mine.prefix = prefix
+    folder = Path(directory).absolute()
+    target = folder if keep is None else folder / f"{STEP}{boosted.step:08d}"
+    rotation = None if keep is None else (folder, keep)
     if not asynchronous:
-        writing.run(saving, ranks)
-        return saving
+        return write_out(ranks, target, mine, limit, rotation=rotation)
+    writing = _begin(ranks, target, mine, limit, rotation)
     staging = _STAGING.setdefault(boosted, Staging())
     try:
         mine.parts = ranks.do(lambda: staging.hold(mine.parts), "no host memory for the copy")
@@ -98,24 +97,65 @@ def save(
         writing.abandon(ranks)
         raise
     apart = Ranks(own_group())
-    boosted.saving = saving
+    boosted.saving = saving = Saving(target, mine.size)
     saving.start(lambda: writing.run(saving, apart))
     return saving
 
 
-def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -> int:
+def write_out(
+    ranks: Ranks,
+    target: Path,
+    mine: Content,
+    limit: int,
+    *,
+    rotation: tuple[Path, int] | None = None,
+) -> Saving:
+    """Write what the ranks hold to a directory, complete or not at all; collective.
+
+    Args:
+        ranks: All ranks.
+        target: The directory.
+        mine: This rank's share.
+        limit: Bytes of tensors in one file.
+        rotation: A folder, and how many of its checkpoints stay.
+
+    Raises:
+        CheckpointError: A rank cannot write; what was there stays.
+    """
+    saving = Saving(target, mine.size)
+    _begin(ranks, target, mine, limit, rotation).run(saving, ranks)
+    return saving
+
+
+def limit_of(verb: str, shard_size: int | str) -> int:
+    """Bytes of tensors in one file.
+
+    Raises:
+        CheckpointError: It is no number of bytes.
+    """
     limit = bytes_of(shard_size)
-    faults = []
-    if limit is None or limit < 1:
-        faults.append(f"shard_size={shard_size!r}. Give bytes, such as 1073741824 or '1GiB'.")
+    if limit is None:
+        raise CheckpointError(
+            f"{verb} was given shard_size={shard_size!r}. Give bytes, such as 1073741824 or '1GiB'."
+        )
+    return limit
+
+
+def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -> int:
+    faults, limit = [], 0
+    try:
+        limit = limit_of("save", shard_size)
+    except CheckpointError as error:
+        faults.append(str(error))
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        faults.append(f"keep={keep!r}. Give the number of checkpoints to keep, at least 1.")
+        faults.append(
+            f"save was given keep={keep!r}. Give the number of checkpoints to keep, at least 1."
+        )
     odd = [kind for kind in kinds if kind not in KINDS]
     if odd:
-        faults.append(f"kinds={tuple(kinds)!r}. Give some of {', '.join(KINDS)}.")
+        faults.append(f"save was given kinds={tuple(kinds)!r}. Give some of {', '.join(KINDS)}.")
     if faults:
-        raise CheckpointError("\n\n".join(f"save was given {fault}" for fault in faults))
-    assert limit is not None, "otherwise it is a fault"
+        raise CheckpointError("\n\n".join(faults))
     return limit
 
 
@@ -219,16 +259,21 @@ class _Writing:
                     row.key, Entry(row.spec.dtype, row.spec.shape, place.file, place.name)
                 )
                 entry.pieces.append(Piece(row.box, tuple(mine)))
-        for name, text in {**self.mine.texts, **model_index(index.tensors)}.items():
-            write_text(self.target.partial / name, text.encode())
-            index.texts[name] = xxh3_64_intdigest(text.encode())
+        for name, text in {
+            **self.mine.texts,
+            **model_index(index.tensors, self.mine.prefix),
+        }.items():
+            write_text(self.target.partial / name, text)
+            index.texts[name] = xxh3_64_intdigest(text)
         write_text(self.target.partial / INDEX, index.to_text())
         self.target.commit()
         if self.rotation is not None:
             rotate(*self.rotation)
 
 
-def _begin(ranks: Ranks, target: Path, mine: Content, limit: int) -> _Writing:
+def _begin(
+    ranks: Ranks, target: Path, mine: Content, limit: int, rotation: tuple[Path, int] | None
+) -> _Writing:
     """Agree where everything lies, and make the files; errors come before anything is written."""
     token = ranks.from_first(uuid.uuid4().hex[:8])
     rows = ranks.to_first((str(target), mine.rows, mine.values))
@@ -243,7 +288,7 @@ def _begin(ranks: Ranks, target: Path, mine: Content, limit: int) -> _Writing:
                 "\n\nGive the same directory on every rank."
             )
         specs = {row.key: row.spec for _, theirs, _ in rows for row in theirs}
-        found.append(layout(specs, limit, token))
+        found.append(layout(specs, limit, token, prefix=mine.prefix))
         place.begin(sum(file.size for file in found[0].files))
         for file in found[0].files:
             with (place.partial / file.name).open("wb") as out:
@@ -257,7 +302,8 @@ def _begin(ranks: Ranks, target: Path, mine: Content, limit: int) -> _Writing:
             place.abandon()
         raise
     places = ranks.from_first(found[0].places if found else None)
-    return _Writing(place, token, mine, places, [(theirs, values) for _, theirs, values in rows])
+    everyone = [(theirs, values) for _, theirs, values in rows]
+    return _Writing(place, token, mine, places, everyone, rotation)
 
 
 __all__ = ["SHARD", "Saving", "save"]

@@ -31,6 +31,8 @@ LEAVES: tuple[Kind, ...] = KINDS[:5]
 # transform knows its rewrites': core imports no room.
 SAVE = Late("parallax.checkpoint:save")
 LOAD_ = Late("parallax.checkpoint:load_")
+EXPORT = Late("parallax.checkpoint.export:export")
+LOAD_PRETRAINED = Late("parallax.checkpoint.pretrained:load_pretrained")
 
 
 class Unread(Protocol):
@@ -205,6 +207,23 @@ class State:
         self._live("save")
         self.free("save")
         return SAVE(self, directory, kinds=kinds, keep=keep, asynchronous=asynchronous, **options)
+
+    def export(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        tokenizer: Any = None,
+        **options: Any,
+    ) -> Path:
+        """Write a model directory for transformers; see `parallax.checkpoint.export`."""
+        self._live("export")
+        return EXPORT(self, directory, dtype=dtype, tokenizer=tokenizer, **options)
+
+    def load_pretrained(self, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+        """Read a model's weights by name; see `parallax.checkpoint.load_pretrained`."""
+        self._live("load_pretrained")
+        return LOAD_PRETRAINED(self, path, strict=strict)
 
     @torch.no_grad()
     def write_(self, tree: dict[str, Any], *, kinds: tuple[Kind, ...] = KINDS) -> None:

@@ -145,7 +145,7 @@ def read_index(directory: Path) -> Index:
     try:
         raw = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(_unreadable(path, f"{type(error).__name__}: {error}")) from None
+        raise CheckpointError(_unreadable(path, str(error))) from None
     if not isinstance(raw, dict) or (raw.get("format"), raw.get("version")) != (FORMAT, VERSION):
         found = raw if isinstance(raw, dict) else {}
         raise CheckpointError(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import doctest
 import re
 from dataclasses import dataclass
@@ -125,7 +126,11 @@ def stand_ins(directory: str) -> dict[str, Any]:
 
 def run_here(page: list[Block], directory: str) -> dict[str, Any]:
     """Run the blocks of a page one after the other in one namespace, as a reader would."""
-    namespace = stand_ins(directory)
+    with contextlib.chdir(Path(directory).parent):  # pages write to folders of relative names
+        return _run(page, stand_ins(directory))
+
+
+def _run(page: list[Block], namespace: dict[str, Any]) -> dict[str, Any]:
     for block in page:
         if block.is_session:
             examples = doctest.DocTestParser().get_doctest(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -47,7 +49,13 @@ class Saving:
             CheckpointError: It could not be written; the same on every rank.
             TimeoutError: It is still being written.
         """
-        return self.directory if self._future is None else self._future.result(timeout)
+        if self._future is None:
+            return self.directory
+        try:
+            return self._future.result(timeout)
+        finally:
+            if self._future.done():
+                _STARTED.discard(self)
 
     def done(self) -> bool:
         """Whether it is complete, or has failed."""
@@ -73,12 +81,29 @@ class Saving:
             except BaseException as error:  # noqa: BLE001  raised where it is waited for
                 future.set_exception(error)
             else:
+                _STARTED.discard(self)
                 future.set_result(self.directory)
 
+        _STARTED.add(self)
         threading.Thread(target=run, name="parallax-save").start()
 
     def __repr__(self) -> str:
         return f"<saving {self.directory}: {self.progress:.0%}>"
+
+
+def _last_words() -> None:
+    """Say what went wrong with a saving whose result nobody asked for before the program ended."""
+    for saving in list(_STARTED):
+        try:
+            saving.result()
+        except Exception as error:  # noqa: BLE001  there is nobody left to raise it to
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+
+
+_STARTED: set[Saving] = set()
+"""Savings that have failed or may yet, and whose result nobody has asked for."""
+
+atexit.register(_last_words)
 
 
 class Staging:

@@ -25,10 +25,12 @@ from parallax.checkpoint.together import Ranks
 from parallax.core.boosted import Boosted
 from parallax.core.slices import Box, box, like, local
 from parallax.core.state import KINDS, Kind
-from parallax.errors import CheckpointError, ParallaxError
+from parallax.errors import CheckpointError
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a group that say by which kernels it is stepped, not what is computed."""
+
+OTHER = "Load another checkpoint."
 
 Resume = Literal["must", "auto"]
 
@@ -72,7 +74,7 @@ def load(
                 f"load was given no transform, and there is no checkpoint at {directory} to take "
                 "one from.\n\nGive the transform to begin with."
             )
-        transform = ranks.do(lambda: _said(path), "the composition cannot be read")
+        transform = ranks.do(lambda: _said(path), "the composition cannot be read", OTHER)
     model = model_fn()
     boosted = transform(model, optimizer_fn(model) if optimizer_fn else None)
     if path is not None:
@@ -125,12 +127,16 @@ def load_(
     if path is None:
         return False
     what = f"the checkpoint {path} cannot be read"
-    reader: Reader = ranks.do(lambda: Reader(path), what)
+    reader: Reader = ranks.do(lambda: Reader(path), what, OTHER)
     with reader:
-        tree, states = ranks.do(lambda: _checked_leaves(boosted, reader, kinds), what)
+        tree, states = ranks.do(lambda: _checked_leaves(boosted, reader, kinds), what, OTHER)
         if "attached" in kinds:
-            ranks.do(lambda: _give(boosted, states), what)
-        ranks.do(lambda: boosted.write_(tree, kinds=kinds), f"{what}, and the pair is half loaded")
+            ranks.do(lambda: boosted.along.load(states), "what is attached took no state", OTHER)
+        ranks.do(
+            lambda: boosted.write_(tree, kinds=kinds),
+            f"{what} any more, and a part of the pair is loaded",
+            "Load another checkpoint before training goes on.",
+        )
         if boosted.optimizer is not None and "moments" in kinds:
             boosted.along.again = partial(_set, boosted.optimizer, reader.index.groups)
             boosted.along.again()
@@ -163,13 +169,6 @@ def _resolve(ranks: Ranks, directory: Path, resume: str) -> Path | None:
     path = directory.absolute()
     found = ranks.from_first(find(path) if ranks.rank == 0 else None)
     return found if found is not None or resume == "auto" else path
-
-
-def _give(boosted: Boosted, states: dict[str, Any]) -> None:
-    try:
-        boosted.along.load(states)
-    except ParallaxError as error:
-        raise CheckpointError(str(error)) from None
 
 
 def _checked_leaves(

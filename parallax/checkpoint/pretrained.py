@@ -74,7 +74,11 @@ def load_pretrained(
             for kind, rows in pairs.rows.items()
         }
         whole: dict[str, Any] = {"rooms": {}, **tree}
-        ranks.do(lambda: boosted.write_(whole, kinds=("params", "buffers")), what)
+        ranks.do(
+            lambda: boosted.write_(whole, kinds=("params", "buffers")),
+            f"{what} any more, and a part of the model is loaded",
+            "Load it again, or others, before training goes on.",
+        )
     return Matched(tuple(pairs.missing), tuple(pairs.unexpected))
 
 

@@ -33,6 +33,11 @@ SHARD = 4 << 30
 FLUSH = 32 << 20
 """Bytes after which a rank asks the disk to begin."""
 
+_REMEDY = (
+    "Check that the path exists for every rank, is writable and has room. Nothing that was there "
+    "before has been changed."
+)
+
 _STAGING: weakref.WeakKeyDictionary[Boosted, Staging] = weakref.WeakKeyDictionary()
 
 
@@ -216,9 +221,9 @@ class _Writing:
         """Write, make it durable, and put it in its place; collective."""
         what = f"cannot write a checkpoint to {self.target.path}"
         try:
-            sums = ranks.do(lambda: self._write(saving), what)
+            sums = ranks.do(lambda: self._write(saving), what, _REMEDY)
             everyones = ranks.to_first(sums)
-            ranks.on_first(lambda: self._finish(everyones), what)
+            ranks.on_first(lambda: self._finish(everyones), what, _REMEDY)
         except CheckpointError:
             if ranks.rank == 0:
                 self.target.abandon()
@@ -296,7 +301,7 @@ def _begin(
                 out.truncate(file.size)
 
     try:
-        ranks.on_first(lay_out, f"cannot write a checkpoint to {target}")
+        ranks.on_first(lay_out, f"cannot write a checkpoint to {target}", _REMEDY)
     except CheckpointError:
         if ranks.rank == 0:
             place.abandon()

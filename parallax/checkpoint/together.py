@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallax.errors import CheckpointError
+from parallax.errors import CheckpointError, ParallaxError
 
 
 class Ranks:
@@ -43,12 +43,13 @@ class Ranks:
             dist.broadcast_object_list(row, src=0, group=self._group)
         return row[0]
 
-    def do(self, work: Callable[[], Any], what: str = "") -> Any:
+    def do(self, work: Callable[[], Any], what: str = "", remedy: str = "") -> Any:
         """Do a piece of work on every rank.
 
         Args:
             work: Must not wait for other ranks.
             what: What it does, for errors that do not say it themselves.
+            remedy: What to do then.
 
         Returns:
             What the work returned on this rank.
@@ -59,23 +60,16 @@ class Ranks:
         fault, result = None, None
         try:
             result = work()
-        except CheckpointError as error:
+        except ParallaxError as error:
             fault = str(error)
-        except OSError as error:
-            fault = f"{what}: rank {self.rank}: {error}{_REMEDY}"
         except Exception as error:  # noqa: BLE001  whatever it is, no other rank may be left waiting
-            fault = f"{what}: rank {self.rank}: {type(error).__name__}: {error}{_REMEDY}"
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            fault = f"{what}: rank {self.rank}: {kind}{error}.\n\n{remedy}".rstrip()
         found = [text for text in self.all(fault) if text]
         if found:
             raise CheckpointError(found[0])
         return result
 
-    def on_first(self, work: Callable[[], Any], what: str = "") -> None:
+    def on_first(self, work: Callable[[], Any], what: str = "", remedy: str = "") -> None:
         """Do a piece of work on rank 0; errors as in `do`."""
-        self.do(work if self.rank == 0 else lambda: None, what)
-
-
-_REMEDY = (
-    ".\n\nCheck that the path exists for every rank, is writable and has room. Nothing that was "
-    "there before has been changed."
-)
+        self.do(work if self.rank == 0 else lambda: None, what, remedy)

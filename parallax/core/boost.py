@@ -264,6 +264,7 @@ def _install(optimizer: Optimizer, boosted: Boosted) -> None:
 
     def step(self: Optimizer, closure: Any = None) -> Any:
         loss: list[Any] = []
+        boosted._go_on()
         known = [t for t in boosted.along.things.values() if hasattr(t, "optimizer")]
         if skips and not known and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
             raise _unattached(boosted, skips)

@@ -108,9 +108,7 @@ class Boosted(State):
     def grad(self, loss_fn: LossFn, batch: Any) -> Tensor:
         """The first half of `train_step`: fills `.grad`, changes no parameter."""
         self._live("grad")
-        if self.along.waiting and (names := self.along.overdue()):
-            self._nobody_came(names)
-        self.along.again = None
+        self._go_on()
         try:
             return self._draft.grad(loss_fn, to_device(batch, device_of(self.mesh)))
         except BaseException:
@@ -294,8 +292,12 @@ class Boosted(State):
         self._live("windows")
         return WINDOWS(self, batches)
 
-    def _nobody_came(self, names: list[str]) -> None:
-        """Refuse to go on without state that a checkpoint held."""
+    def _go_on(self) -> None:
+        """Refuse to train on without state that a checkpoint held."""
+        self.along.again = None
+        names = self.along.overdue()
+        if not names:
+            return
         raise StepError(
             f"the checkpoint holds the state of {', '.join(names)}, and nothing of that name was "
             "attached, so "

@@ -169,6 +169,43 @@ def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path: Path) -> None:
     assert read_index(tmp_path / "c").step == 0
 
 
+def test_an_error_that_nobody_asked_for_is_said_at_the_end(tmp_path: Path) -> None:
+    code = f"""
+import parallax
+from parallax.testing import toys
+import parallax.checkpoint.pieces as pieces
+def write(*args):
+    raise OSError(28, "No space left on device")
+pieces._write_all = write
+parallax.launch()
+model = toys.Mlp()
+boosted = parallax.dp()(model, toys.momentum(model))
+boosted.save({str(tmp_path / "c")!r}, asynchronous=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stderr == (
+        f"CheckpointError: cannot write a checkpoint to {tmp_path / 'c'}: rank 0: [Errno 28] No "
+        "space left on device.\n\nCheck that the path exists for every rank, is writable and has "
+        "room. Nothing that was there before has been changed.\n"
+    )
+
+
+def by_hand(directory: str) -> str:
+    """A hand-written loop is told, too."""
+    boosted = build()
+    boosted.attach(Counter(7), name="mine")
+    boosted.save(directory)
+    other = build(1)
+    other.load_(directory)
+    other.model(toys.points(4)).square().mean().backward()
+    return refusal(other.optimizer.step)
+
+
+def test_a_loop_by_hand_does_not_forget_either(world2: World, tmp_path: Path) -> None:
+    for text in world2.run(by_hand, str(tmp_path / "c")):
+        assert text.startswith("StepError: the checkpoint holds the state of mine, and nothing")
+
+
 def reused(directory: str) -> bool:
     from parallax.checkpoint.save import _STAGING
 

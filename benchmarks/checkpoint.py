@@ -3,7 +3,8 @@
 Each round writes and reads the same bytes four ways in turn, on the same disk, so that a noisy
 machine disturbs all alike: a plain write (every rank its share from host memory, 16 MiB at a time,
 then fsync) and `boosted.save`, both to new files; then a plain read and `boosted.load_`, of files
-whose copies in memory were dropped. Then `boosted.save(asynchronous=True)`: how long it takes,
+whose copies in memory were dropped, into memory that is there, and ("new") into memory that is not,
+as a resumed run has no optimizer state yet. Then `boosted.save(asynchronous=True)`: how long it takes,
 beside a bare copy of the same tensors to pinned memory. And the most host memory that saving and
 loading hold beside what was there (private pages; pages of files belong to the system).
 
@@ -167,9 +168,15 @@ def rates(
         "plain write": (plain, lambda: plain_write(plain, data)),
         "save": (target, lambda: boosted.save(target)),
     }
+
+    def new() -> None:
+        plain_read(plain, memoryview(torch.empty(size, dtype=torch.uint8).numpy()))
+
     reads = {
         "plain read": (plain, lambda: plain_read(plain, data)),
         "load_": (target, lambda: boosted.load_(target)),
+        "plain read, new memory": (plain, new),
+        "load_, new state": (target, lambda: boosted.load_(target)),
     }
     for turn in range(rounds):
         # What comes second finds the disk busy with what the first one left: they take turns.
@@ -177,6 +184,8 @@ def rates(
             remove(path)
             times[name].append(timed(work))
         for name, (path, work) in in_turn(reads, turn):
+            if name == "load_, new state":
+                boosted.optimizer.state.clear()  # as a run has it that is resumed
             dist.barrier()
             forget(path)
             times[name].append(timed(work))
@@ -219,6 +228,7 @@ def shown(row: dict[str, Any]) -> list[str]:
         f"{rate['plain read']:.2f}",
         f"{rate['load_']:.2f}",
         f"{rate['load_'] / rate['plain read']:.2f}",
+        f"{rate['load_, new state'] / rate['plain read, new memory']:.2f}",
         f"{middle['asynchronous save'] / middle['bare copy']:.2f}",
         f"{row['over while saving'] / 2**20:.0f}",
         f"{row['over while loading'] / 2**20:.0f}",
@@ -235,7 +245,17 @@ def main() -> None:
     parser.add_argument("--compose", nargs="*", default=["zero(3)"])
     parser.add_argument("--json", type=Path)
     said = parser.parse_args()
-    names = ["composition", "GB", "plain write", "save", "ratio", "plain read", "load_", "ratio"]
+    names = [
+        "composition",
+        "GB",
+        "plain write",
+        "save",
+        "ratio",
+        "plain read",
+        "load_",
+        "ratio",
+        "new",
+    ]
     table = Table(*names, "stall / copy", "MiB over: save", "load_")
     rows = []
     with world(said.ranks, backend="nccl" if torch.cuda.is_available() else "gloo") as ranks:

@@ -8,6 +8,8 @@ from typing import ParamSpec
 
 import typer
 
+from parallax.cli.convert import convert
+from parallax.cli.inspect import inspect
 from parallax.cli.plan import plan
 from parallax.cli.train import train
 from parallax.cli.verify import verify
@@ -42,6 +44,8 @@ def _plainly(command: Callable[P, None]) -> Callable[P, None]:
 app.command()(_plainly(train))
 app.command()(_plainly(plan))
 app.command()(_plainly(verify))
+app.command()(_plainly(inspect))
+app.command()(_plainly(convert))
 
 
 def main() -> None:

@@ -40,7 +40,8 @@ def loader(
     `state_dict()` is the place, the same on every rank: a batch counts as used once it was yielded.
     `load_state_dict(state)` takes it up, on any number of data ranks, and with another batch size:
     no sample is lost or seen again, and the global order is kept. With a map-style dataset the
-    number of workers may change too.
+    number of workers may change too. It takes effect at the next `iter()`; an iterator that is in
+    use goes on as it was.
 
     Args:
         mesh: The world's mesh, `boosted.mesh`.
@@ -51,7 +52,7 @@ def loader(
             map-style dataset, of each global batch of an iterable one.
         num_workers: Processes that load; with an iterable dataset torch's convention holds: each
             worker iterates its own copy, and the dataset shares the stream out by
-            `get_worker_info()`.
+            `get_worker_info()`. The place among workers of a stream takes the extra `data`.
         drop_last: Leave out the last batch when it is short. Otherwise it is cut like the others;
             the first ranks hold one sample more, and a rank may hold a batch of no rows, whose
             weight in `train_step` is zero. No sample is repeated.
@@ -75,15 +76,24 @@ def loader(
             "Leave it out and use shuffle= and seed=, or build a torch DataLoader and cut each "
             "global batch with boosted.shard."
         )
-    # What workers draw beside the samples differs by data rank, and is alike in a tensor group.
-    generator = torch.Generator().manual_seed((seed * 100_003 + rank) % (1 << 63))
+    if not options.get("in_order", True):
+        raise DataError(
+            "loader was given in_order=False, under which each rank takes batches as its own "
+            "workers finish them; ranks would train on parts of different global batches, and no "
+            "place in the data could be told.\n\nLeave it out."
+        )
+    stream = isinstance(dataset, IterableDataset)
+    # What workers draw beside the samples differs by data rank, and is alike in a tensor group. Of
+    # a stream every rank's workers read the whole, and have to read the same.
+    apart = 0 if stream else rank
+    generator = torch.Generator().manual_seed((seed * 100_003 + apart) % (1 << 63))
     shared: dict[str, Any] = {"num_workers": num_workers, "generator": generator, **options}
     shared.setdefault("pin_memory", mesh.device_type == "cuda")
     collate = Collate(collate_fn or default_collate)
-    if isinstance(dataset, IterableDataset):
+    if stream:
         cut_as: Any = {"drop_last": drop_last, "ranks": ranks, "rank": rank, "seed": seed}
-        stream = Stream(dataset, batch_size, **cut_as)
-        return stream_loader(num_workers)(stream, collate_fn=collate, **shared)
+        parts = Stream(dataset, batch_size, **cut_as)
+        return stream_loader(num_workers)(parts, collate_fn=collate, **shared)
     batches = GlobalBatches(
         len(dataset),
         batch_size,

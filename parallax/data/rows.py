@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, Sampler, get_worker_info
+from torch.utils.data import Dataset, Sampler, Subset, get_worker_info
 
 from parallax.core.slices import cut
 from parallax.data.part import Part
@@ -128,10 +128,9 @@ class Rows(Dataset[Any]):
         if not indices:
             self._seed(epoch, 0)
             return Part([], self.dataset[0])
-        many = getattr(self.dataset, "__getitems__", None)
-        if many is not None:
+        if _reads_batches(self.dataset):
             self._seed(epoch, indices[0])
-            return Part(many(list(indices)))
+            return Part(self.dataset.__getitems__(list(indices)))
         samples = []
         for index in indices:
             self._seed(epoch, index)
@@ -141,6 +140,13 @@ class Rows(Dataset[Any]):
     def _seed(self, epoch: int, index: int) -> None:
         if get_worker_info() is not None:
             seed_all(self.seed, epoch, index)
+
+
+def _reads_batches(dataset: Any) -> bool:
+    """Whether a dataset makes a batch at once; a Subset only asks that which it is of."""
+    while type(dataset) is Subset:
+        dataset = dataset.dataset
+    return callable(getattr(dataset, "__getitems__", None))
 
 
 class RowLoader(Resumable):
@@ -187,4 +193,6 @@ class RowLoader(Resumable):
     def go_to(self, place: Place, state: dict[str, Any]) -> None:
         """Let the next iteration begin at a place."""
         del state
-        self._batches.place = place
+        # A tail that a smaller batch left may be too short for one of this size.
+        ended = place.samples and not self._batches.size_at(place.samples)
+        self._batches.place = Place(place.epoch + 1, 0) if ended else place

@@ -4,7 +4,7 @@ Each round writes and reads the same bytes four ways in turn, on the same disk, 
 machine disturbs all alike: a plain write (every rank its share from host memory, 16 MiB at a time,
 then fsync) and `boosted.save`, both to new files; then a plain read and `boosted.load_`, of files
 whose copies in memory were dropped, into memory that is there, and ("new") into memory that is not,
-as a resumed run has no optimizer state yet. Then `boosted.save(asynchronous=True)`: how long it takes,
+as a resumed run has no optimizer state yet. Then `boosted.save(asynchronous=True)`: what it takes,
 beside a bare copy of the same tensors to pinned memory. And the most host memory that saving and
 loading hold beside what was there (private pages; pages of files belong to the system).
 

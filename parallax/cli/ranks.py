@@ -57,7 +57,7 @@ def start(entry: Callable[..., object], *args: object, nproc: int, max_restarts:
             try:
                 elastic_launch(config, _rank)(Path(folder), entry, args)
             except ChildFailedError as failed:
-                raise _error(Path(folder), failed) from None
+                raise _error(Path(folder), failed, attempt=max_restarts) from None
     except SignalException as stopped:
         raise KeyboardInterrupt from stopped
 
@@ -82,13 +82,10 @@ def _rank(folder: Path, entry: Callable[..., object], args: tuple[object, ...]) 
         raise
 
 
-def _error(folder: Path, failed: ChildFailedError) -> Exception:
-    """The error of the rank that failed first."""
-    found = [(*map(int, path.name.split("-")), path) for path in folder.iterdir()]
-    last = max((attempt for attempt, _, _ in found), default=0)
-    reports = {
-        rank: json.loads(path.read_text()) for attempt, rank, path in found if attempt == last
-    }
+def _error(folder: Path, failed: ChildFailedError, *, attempt: int) -> Exception:
+    """The error of the rank that failed first, in the last attempt."""
+    found = folder.glob(f"{attempt}-*")
+    reports = {int(path.name.split("-")[1]): json.loads(path.read_text()) for path in found}
     rank, failure = failed.get_first_failure()
     if rank not in reports:
         return RankError(

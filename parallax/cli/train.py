@@ -15,6 +15,7 @@ from parallax.launch import surroundings
 from parallax.train.decoder import SIZES
 from parallax.train.job import check, run
 from parallax.train.options import Job
+from parallax.train.restart import put_aside
 
 _DEFAULT = Job()
 
@@ -123,6 +124,12 @@ def train(
     if ranks == 1 and not max_restarts:
         run(job)
         return
+    if job.resume == "never":
+        # Before the ranks start: one that died before it had done so would be started again, and
+        # take the earlier run's checkpoints for its own.
+        aside = put_aside(job.out)
+        if aside is not None:
+            typer.echo(f"checkpoints of an earlier run are now in {aside}")
     try:
         start(run, job, nproc=ranks, max_restarts=max_restarts)
     except RankError as error:

@@ -38,8 +38,11 @@ class Curve:
         self.points = _read(path, start) if path and start and path.exists() else []
         self._waiting: list[tuple[int, Tensor, float, int]] = []
         if path:
-            with path.open("w", newline="") as file:
+            # Beside it first: a run killed while it shortens the file would lose what it keeps.
+            new = path.with_name(f".{path.name}.new")
+            with new.open("w", newline="") as file:
                 csv.writer(file).writerows([Point._fields, *self.points])
+            new.replace(path)
 
     def add(self, step: int, loss: Tensor, learning_rate: float, tokens: int) -> None:
         """Notes a loss without reading it, so that the device is not waited for."""
@@ -116,14 +119,15 @@ def draw(curve: Curve, path: Path, *, held_out: Mapping[int, float], entropy: fl
 
 
 def _read(path: Path, last: int) -> list[Point]:
-    with path.open(newline="") as file:
-        rows = [
-            Point(
-                int(row["step"]),
-                float(row["loss"]),
-                float(row["learning_rate"]),
-                int(row["tokens"]),
-            )
-            for row in csv.DictReader(file)
-        ]
+    # A run killed while it wrote may have left half a line, of a step that is about to be made again.
+    whole, end, _ = path.read_text().rpartition("\n")
+    rows = [
+        Point(
+            int(row["step"]),
+            float(row["loss"]),
+            float(row["learning_rate"]),
+            int(row["tokens"]),
+        )
+        for row in csv.DictReader((whole + end).splitlines())
+    ]
     return [row for row in rows if row.step <= last]

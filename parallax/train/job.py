@@ -231,7 +231,7 @@ def _identity(job: Job, text: Corpus) -> dict[str, object]:
 
 def _begun(job: Job, run: Run) -> int | None:
     """The step to continue from; None to begin anew."""
-    resume = "auto" if job.resume == "never" and restarted() else job.resume
+    resume = "auto" if restarted() else job.resume
     step = begun(job.out, run, resume)
     # What a restart finds finished was killed after its last step, and has its results to write.
     if step is not None and (step > job.steps or (step == job.steps and resume == "must")):

@@ -1,5 +1,6 @@
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -53,3 +54,31 @@ def test_the_environment_is_left_as_it_was(monkeypatch):
     with pytest.raises(MeshError):
         start(rank, "all", nproc=2)
     assert dict(os.environ) == before
+
+
+def again(how: str, folder: str) -> None:
+    """Fails with a word in its first attempt; then as it is told to."""
+    info = launch()
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    Path(folder, f"{attempt}-{info.rank}").touch()
+    if attempt == "0":
+        raise MeshError("Asked: the first.\n\nDo: that.")
+    if how == "killed" and info.rank == 1:
+        os._exit(3)
+    if how == "fault":
+        raise KeyError("the second")
+    dist.barrier()
+
+
+def test_ranks_are_started_again(tmp_path):
+    start(again, "well", str(tmp_path), nproc=2, max_restarts=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "1-0", "1-1"]
+
+
+def test_the_error_is_that_of_the_last_attempt(tmp_path):
+    with pytest.raises(RankError) as error:
+        start(again, "fault", str(tmp_path), nproc=2, max_restarts=1)
+    assert str(error.value).endswith("KeyError: 'the second'\n")
+    with pytest.raises(RankError) as error:
+        start(again, "killed", str(tmp_path), nproc=2, max_restarts=1)
+    assert str(error.value) == "Rank 1 ended with exit code 3 and left no traceback."

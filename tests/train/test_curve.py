@@ -29,6 +29,37 @@ def test_a_resumed_run_replaces_the_lines_after_its_checkpoint(tmp_path):
     assert path.read_text().splitlines()[1:] == ["1,4.0,0.5,10", "2,3.0,0.5,20", "3,2.5,0.5,30"]
 
 
+@pytest.mark.parametrize("torn", ["3", "30,2.0", "3,2.0,0.5,3"])
+def test_half_a_line_of_a_killed_run_is_no_step(tmp_path, torn):
+    path = tmp_path / "loss.csv"
+    curve(path, [4.0, 3.0]).flush()
+    with path.open("a") as file:
+        file.write(torn)
+    curve(path, [2.5], start=4).flush()
+    assert path.read_text().splitlines()[1:] == ["1,4.0,0.5,10", "2,3.0,0.5,20", "5,2.5,0.5,50"]
+
+
+def test_a_run_killed_while_it_shortens_the_file_loses_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "loss.csv"
+    curve(path, [4.0, 3.0, 2.0]).flush()
+    before = path.read_text()
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("parallax.train.curve.csv.writer", killed)
+        with pytest.raises(Killed):
+            curve(path, [], start=2)
+    assert path.read_text() == before
+    curve(path, [2.5], start=2).flush()
+    assert path.read_text().splitlines()[1:] == ["1,4.0,0.5,10", "2,3.0,0.5,20", "3,2.5,0.5,30"]
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.csv"]
+
+
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     with pytest.raises(StepError) as error:
         curve(None, [1.0, float("nan")]).flush()

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from typer.testing import CliRunner
 
 from parallax import dp
-from parallax.errors import CheckpointError
+from parallax.cli import app
+from parallax.errors import CheckpointError, ParallaxError
 from parallax.testing import World, pool, toys
+from parallax.train.job import _begun
+from parallax.train.options import Job
 from parallax.train.restart import NAME, Run, begun, checkpoints, put_aside, restarted
 
 OPTIONS = {"size": "tiny", "batch_size": 8, "seed": 0}
@@ -78,6 +83,44 @@ def test_checkpoints_of_an_earlier_run_are_put_aside(tmp_path: Path, world1: Wor
         assert put_aside(tmp_path) == tmp_path / f"checkpoints-{number}"
         assert begun(tmp_path, Run(OPTIONS), "auto") is None
     assert (tmp_path / "checkpoints-1" / "step-00000001" / "index.json").is_file()
+
+
+def test_a_new_run_has_them_put_aside_before_its_ranks_start(
+    tmp_path: Path, world1: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that dies at once is started again, and may not take them for those of its run."""
+    world1.run(save, str(tmp_path), 1, OPTIONS)
+    found: list[list[str]] = []
+
+    def start(*_: object, **__: object) -> None:
+        found.append(sorted(path.name for path in tmp_path.iterdir()))
+
+    monkeypatch.setattr("parallax.cli.train.start", start)
+    monkeypatch.setattr("parallax.cli.train.check", lambda job, ranks: None)
+    for resume in ("auto", "never"):
+        options = ["--out", str(tmp_path), "--nproc", "2", "--resume", resume]
+        done = CliRunner().invoke(app, ["train", *options])
+        assert done.exit_code == 0, done.output
+    assert found == [["checkpoints"], ["checkpoints-1"]]
+    assert done.stdout == (
+        f"checkpoints of an earlier run are now in {tmp_path / 'checkpoints-1'}\n"
+    )
+
+
+@pytest.mark.parametrize("resume", ["never", "auto", "must"])
+def test_a_restart_after_the_last_step_has_its_results_to_write(
+    tmp_path: Path, world1: World, monkeypatch: pytest.MonkeyPatch, resume: Literal["never"]
+) -> None:
+    world1.run(save, str(tmp_path), 3, OPTIONS)
+    job = Job(out=tmp_path, steps=3, resume=resume)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _begun(job, Run(OPTIONS)) == 3
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    if resume == "must":
+        with pytest.raises(ParallaxError, match="Training to step 3 was asked for"):
+            _begun(job, Run(OPTIONS))
+    else:
+        assert _begun(job, Run(OPTIONS)) == {"never": None, "auto": 3}[resume]
 
 
 def test_a_restart_is_known_by_what_torchrun_says(monkeypatch: pytest.MonkeyPatch) -> None:

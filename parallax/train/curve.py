@@ -119,7 +119,7 @@ def draw(curve: Curve, path: Path, *, held_out: Mapping[int, float], entropy: fl
 
 
 def _read(path: Path, last: int) -> list[Point]:
-    # A run killed while it wrote may have left half a line, of a step that is about to be made again.
+    # A run killed while it wrote may have left half a line, of a step that is made again.
     whole, end, _ = path.read_text().rpartition("\n")
     rows = [
         Point(

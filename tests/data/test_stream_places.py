@@ -284,6 +284,26 @@ def test_the_epoch_is_told_to_a_dataset_that_asks() -> None:
     assert pool(1).run(run) == [[500, 600]]
 
 
+def test_reading_leaves_the_generators_of_the_process_and_its_gpu_alone() -> None:
+    """Otherwise every batch would begin the same dropout masks again, on every rank."""
+
+    def run() -> tuple[bool, list[int]]:
+        seeds: list[int] = []
+        made = loader(Turning(4), ALONE)
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+            epochs(made, 1)
+            same = torch.equal(torch.get_rng_state(), before)
+            seen = list(seeds)
+            torch.manual_seed(4)
+        assert seeds == [4]  # what torch does, and would be seen
+        return same, seen
+
+    assert pool(1).run(run) == [(True, [])]
+
+
 # -- refusals --------------------------------------------------------------------------------------
 
 

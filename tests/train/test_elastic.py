@@ -23,7 +23,8 @@ ROOT = Path(parallax.__file__).parents[1]
 def environment() -> dict[str, str]:
     left_out = ("RANK", "WORLD_SIZE")
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
 
 
 def descendants(root: int) -> Iterator[int]:

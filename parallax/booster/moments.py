@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from parallax.booster.onefile import Files, files_at, on_first, replace_tensors, together
-from parallax.checkpoint.content import settings
 from parallax.checkpoint.files import flat
-from parallax.checkpoint.load import HOW, restored
+from parallax.checkpoint.groups import HOW, restored, settings
 from parallax.core.boosted import Boosted
 from parallax.core.collect import collect
 from parallax.core.slices import box, like, local

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,15 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallax.checkpoint.files import flat
+from parallax.checkpoint.groups import settings
 from parallax.checkpoint.layout import Spec
 from parallax.checkpoint.plain import plain
 from parallax.checkpoint.random import generators
 from parallax.checkpoint.texts import texts
 from parallax.core.axes import AXES
-from parallax.core.bind import group_names
 from parallax.core.boosted import Boosted
 from parallax.core.slices import Box, box, held_once, local
-from parallax.core.state import Kind
+from parallax.core.state import KINDS, Kind
 from parallax.errors import CheckpointError
 
 
@@ -109,27 +110,17 @@ def content(boosted: Boosted, kinds: tuple[Kind, ...]) -> Content:
     return found
 
 
+def wrong_kinds(kinds: object) -> bool:
+    """Whether something is no choice of kinds of state."""
+    if isinstance(kinds, str) or not isinstance(kinds, Collection) or not kinds:
+        return True
+    return any(kind not in KINDS for kind in kinds)
+
+
 def owner_of(boosted: Boosted, key: str) -> int | None:
     """The rank that alone holds the state under a key; None where ranks hold parts, or the same."""
     kind, _, rest = key.partition("/")
     return boosted.owners.get(rest.rpartition("/")[0]) if kind == "moments" else None
-
-
-def settings(boosted: Boosted) -> list[dict[str, Any]]:
-    """The optimizer's groups as JSON: names, and every setting that is a plain value."""
-    assert boosted.optimizer is not None, "only asked for where there is one"
-    names = group_names(boosted.optimizer, boosted.names, boosted.model)
-    rows = []
-    for group, members in zip(boosted.optimizer.param_groups, names, strict=True):
-        plain = {k: _setting(v) for k, v in group.items() if k != "params"}
-        rows.append({"params": members, "settings": plain})
-    return rows
-
-
-def _setting(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _about(boosted: Boosted, kinds: tuple[Kind, ...]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -214,7 +215,7 @@ def _write_files(
 
 def _index(source: Source, tensors: dict[str, Entry], token: str) -> Index:
     kinds = sorted({key.split("/", 1)[0] for key in tensors}, reverse=True)
-    index = Index("", 0, tensors, token=token, kinds=kinds)
+    index = Index("", 0, tensors, token=token, kinds=kinds, time=time.time_ns())
     whole = source.whole
     if isinstance(whole, Own):
         # Of another composition nothing remains but whole tensors; where they came from is kept.

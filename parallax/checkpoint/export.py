@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from parallax.checkpoint.content import content
+from parallax.checkpoint.folder import place
 from parallax.checkpoint.layout import Spec
 from parallax.checkpoint.save import SHARD, limit_of, write_out
 from parallax.checkpoint.together import Ranks
@@ -69,14 +70,14 @@ def export(
         >>> boosted.export("model", dtype="bf16", tokenizer=tokenizer)  # doctest: +SKIP
     """
     ranks = Ranks()
-    target = Path(directory).absolute()
+    target = place(directory)
     limit = ranks.do(lambda: limit_of("export", shard_size))
     wanted = ranks.do(lambda: _dtype(dtype))
     mine = ranks.do(lambda: content(boosted, ("params", "buffers")), "the model cannot be exported")
     if wanted is not None:
-        for place, row in enumerate(mine.rows):
+        for number, row in enumerate(mine.rows):
             if row.key.startswith("params/") and getattr(torch, row.spec.dtype).is_floating_point:
-                mine.rows[place] = row._replace(spec=Spec(wanted, row.spec.shape))
+                mine.rows[number] = row._replace(spec=Spec(wanted, row.spec.shape))
     if ranks.rank == 0 and "config.json" in mine.texts:
         mine.texts["config.json"] = _told(mine.texts["config.json"], mine.rows)
     found = ranks.do(lambda: _tokenizer(tokenizer) if ranks.rank == 0 else {}, "the tokenizer")

@@ -78,6 +78,7 @@ class Index:
         texts: XXH3 of each further file, by name.
         world: Sizes of the mesh's axes that it was saved under, outermost first.
         kinds: The kinds of state that were saved.
+        time: When it was completed, in nanoseconds since 1970.
     """
 
     composition: str
@@ -90,6 +91,7 @@ class Index:
     texts: dict[str, int] = field(default_factory=dict)
     world: dict[str, int] = field(default_factory=dict)
     kinds: list[str] = field(default_factory=list)
+    time: int = 0
 
     @property
     def files(self) -> list[str]:
@@ -114,6 +116,7 @@ class Index:
         body = {
             "format": FORMAT,
             "version": VERSION,
+            "time": self.time,
             "composition": self.composition,
             "step": self.step,
             "kinds": self.kinds,
@@ -193,6 +196,7 @@ def _index(raw: dict[str, Any]) -> Index:
         texts={_plain_name(name): int(known) for name, known in raw["texts"].items()},
         world={str(axis): int(size) for axis, size in raw["world"].items()},
         kinds=[str(kind) for kind in raw["kinds"]],
+        time=int(raw["time"]),
     )
 
 
@@ -226,7 +230,9 @@ def _unreadable(path: Path, why: str) -> str:
 def _nothing_there(directory: Path) -> str:
     if not directory.exists():
         near = sorted(p.parent.name for p in directory.parent.glob(f"[!.]*/{INDEX}"))
-        found = f"there is no such directory; beside it: {', '.join(near) or 'no checkpoint'}"
+        more = f" and {len(near) - 6} more" if len(near) > 6 else ""
+        beside = (", ".join(near[-6:]) or "no checkpoint") + more
+        found = f"there is no such directory; beside it: {beside}"
     else:
         files = sorted(p.name for p in directory.iterdir())[:6]
         found = f"the directory holds no {INDEX} but {', '.join(files) or 'nothing'}"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
-from parallax.checkpoint.files import INDEX
+from parallax.checkpoint.files import INDEX, read_index
 from parallax.errors import CheckpointError
+
+_TIME = re.compile(rb'"time": (\d+)')
 
 STEP = "step-"
 """What the names of rotated checkpoints begin with."""
@@ -39,6 +42,12 @@ class Target:
             CheckpointError: Something of worth is at the target, or the disk has not enough room.
             OSError: It cannot be written there.
         """
+        others = _others(self.path)
+        if others:
+            raise CheckpointError(
+                f"{self.path} holds what is no part of a checkpoint, so it is not replaced: "
+                f"{', '.join(others[:6])}.\n\nGive a directory of its own."
+            )
         if self.path.exists() and not _replaceable(self.path):
             raise CheckpointError(
                 f"{self.path} exists and is no checkpoint, so it is not replaced.\n\nGive a "
@@ -99,6 +108,24 @@ def write_text(path: Path, text: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def place(directory: str | os.PathLike[str]) -> Path:
+    """The absolute path of a directory; of a link, what it leads to, which is what is replaced."""
+    path = Path(directory).expanduser().absolute()
+    return path.resolve() if path.is_symlink() else path
+
+
+def damaged(path: Path) -> Path | None:
+    """A directory that was a checkpoint and has lost its index: the path itself, or one in it.
+
+    Checkpoints appear whole, so what has tensors and no index was damaged later.
+    """
+    known = [path, *sorted(path.glob(f"{STEP}*"))] if path.is_dir() else []
+    for found in known:
+        if not (found / INDEX).is_file() and any(found.glob("*.safetensors")):
+            return found
+    return None
+
+
 def find(path: Path) -> Path | None:
     """The checkpoint at a path: the directory itself, or the newest in it; None when there is none.
 
@@ -148,7 +175,14 @@ def _complete(folder: Path) -> list[Path]:
     names = {p.name for p in shown}
     # Of a checkpoint that was being replaced, the older one counts while the new one is not there.
     shown = {p for p in shown if p.suffix != ".old" or _target(p) not in names}
-    return sorted(shown, key=lambda p: ((p / INDEX).stat().st_mtime_ns, p.name))
+    return sorted(shown, key=lambda p: (_completed(p / INDEX), p.name))
+
+
+def _completed(index: Path) -> int:
+    """When a checkpoint was completed, in nanoseconds: as it says, for a copy has other times."""
+    with index.open("rb") as file:
+        found = _TIME.search(file.read(200))
+    return int(found[1]) if found else index.stat().st_mtime_ns
 
 
 def _hidden(path: Path, token: str, suffix: str) -> Path:
@@ -167,6 +201,18 @@ def _left_over(path: Path, suffix: str) -> list[Path]:
         (p for p in found if p.is_dir() and _target(p) == path.name),
         key=lambda p: p.stat().st_mtime_ns,
     )
+
+
+def _others(target: Path) -> list[str]:
+    """What lies in a checkpoint's directory and is no part of it, by name."""
+    if not target.is_dir() or not (target / INDEX).is_file():
+        return []
+    names = sorted(p.name for p in target.iterdir())
+    try:
+        index = read_index(target)
+    except CheckpointError:  # damaged: then its files are known by their kinds
+        return [n for n in names if not n.endswith((".safetensors", ".json"))]
+    return [n for n in names if n not in {INDEX, *index.files, *index.texts}]
 
 
 def _replaceable(target: Path) -> bool:

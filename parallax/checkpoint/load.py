@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from parallax.checkpoint.content import settings
-from parallax.checkpoint.files import flat
-from parallax.checkpoint.folder import find
+from parallax.checkpoint.content import wrong_kinds
+from parallax.checkpoint.files import INDEX, flat
+from parallax.checkpoint.folder import damaged, find
+from parallax.checkpoint.groups import set_groups, settings
 from parallax.checkpoint.layout import Spec
 from parallax.checkpoint.plain import back
 from parallax.checkpoint.random import restore, source
@@ -26,9 +27,6 @@ from parallax.core.boosted import Boosted
 from parallax.core.slices import Box, box, like, local
 from parallax.core.state import KINDS, Kind
 from parallax.errors import CheckpointError
-
-HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings of a group that say by which kernels it is stepped, not what is computed."""
 
 OTHER = "Load another checkpoint."
 
@@ -130,7 +128,9 @@ def load_(
     reader: Reader = ranks.do(lambda: Reader(path), what, OTHER)
     with reader:
         tree, states = ranks.do(lambda: _checked_leaves(boosted, reader, kinds), what, OTHER)
-        if "attached" in kinds:
+        if "attached" not in kinds:
+            boosted.along.waiting = {}
+        else:
             ranks.do(lambda: boosted.along.load(states), "what is attached took no state", OTHER)
         ranks.do(
             lambda: boosted.write_(tree, kinds=kinds),
@@ -138,7 +138,7 @@ def load_(
             "Load another checkpoint before training goes on.",
         )
         if boosted.optimizer is not None and "moments" in kinds:
-            boosted.along.again = partial(_set, boosted.optimizer, reader.index.groups)
+            boosted.along.again = partial(set_groups, boosted.optimizer, reader.index.groups)
             boosted.along.again()
         if "random" in kinds and "random" in reader.index.kinds:
             state, number = _randomness(boosted, reader)
@@ -146,19 +146,10 @@ def load_(
     return True
 
 
-def _set(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    """Put the settings of an optimizer's groups where a checkpoint has them."""
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved["settings"].items():
-            if key not in HOW:
-                group[key] = restored(value, group.get(key))
-
-
 def _checked(kinds: tuple[Kind, ...], resume: str) -> None:
-    odd = [kind for kind in kinds if kind not in KINDS]
-    if odd:
+    if wrong_kinds(kinds):
         raise CheckpointError(
-            f"load_ was given kinds={tuple(kinds)!r}.\n\nGive some of {', '.join(KINDS)}."
+            f"load_ was given kinds={kinds!r}.\n\nGive some of {', '.join(KINDS)}."
         )
     if resume not in ("must", "auto"):
         raise CheckpointError(f"load_ was given resume={resume!r}.\n\nGive 'must' or 'auto'.")
@@ -166,7 +157,17 @@ def _checked(kinds: tuple[Kind, ...], resume: str) -> None:
 
 def _resolve(ranks: Ranks, directory: Path, resume: str) -> Path | None:
     """The checkpoint that is meant, as rank 0 sees it; None where none need be and none is."""
-    path = directory.absolute()
+    path = directory.expanduser().absolute()
+
+    def look() -> None:
+        lost = damaged(path)
+        if lost is not None and (lost != path or resume == "auto"):
+            raise CheckpointError(
+                f"{lost} holds tensors and no {INDEX}, so it is a checkpoint that was damaged.\n\n"
+                "Remove it, or load another one by its own path."
+            )
+
+    ranks.on_first(look)
     found = ranks.from_first(find(path) if ranks.rank == 0 else None)
     return found if found is not None or resume == "auto" else path
 
@@ -201,6 +202,9 @@ def _checked_leaves(
 
 def _faults(boosted: Boosted, reader: Reader, kinds: tuple[Kind, ...]) -> list[str]:
     index, faults = reader.index, []
+    told = [kind for kind in kinds if kind not in index.kinds and kind in ("params", "moments")]
+    if told and index.kinds and (told != ["moments"] or boosted.optimizer is not None):
+        return [f"it holds {', '.join(index.kinds)} only; read them with kinds={(*index.kinds,)!r}"]
     for kind in ("params", "buffers"):
         if kind not in kinds:
             continue
@@ -381,14 +385,3 @@ def _randomness(boosted: Boosted, reader: Reader) -> tuple[dict[str, Any], int]:
     here = dict(boosted.plan.sizes)
     rank, number = source(reader.index.world, here, boosted.mesh.get_rank())
     return _plain_state(reader, f"random/{rank}"), number
-
-
-def restored(value: Any, current: Any) -> Any:
-    """A setting as JSON gives it back, in the form of what stands there: JSON knows lists only."""
-    if isinstance(current, Tensor):
-        return torch.full_like(current, value)
-    if not isinstance(value, list):
-        return value
-    alike = isinstance(current, list | tuple) and len(current) == len(value)
-    rows = [restored(v, c) for v, c in zip(value, current if alike else value, strict=True)]
-    return rows if isinstance(current, list) else tuple(rows)

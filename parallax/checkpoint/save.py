@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 import uuid
 import weakref
 from contextlib import ExitStack
@@ -15,9 +16,9 @@ from typing import Any, Self
 from xxhash import xxh3_64_intdigest
 
 from parallax.checkpoint.background import Saving, Staging, own_group
-from parallax.checkpoint.content import Content, Row, content
+from parallax.checkpoint.content import Content, Row, content, wrong_kinds
 from parallax.checkpoint.files import INDEX, Entry, Index, Piece
-from parallax.checkpoint.folder import STEP, Target, rotate, write_text
+from parallax.checkpoint.folder import STEP, Target, place, rotate, write_text
 from parallax.checkpoint.layout import Layout, Place, layout
 from parallax.checkpoint.pieces import write
 from parallax.checkpoint.texts import model_index
@@ -89,7 +90,9 @@ def save(
     limit = ranks.do(lambda: _checked(kinds, keep, shard_size))
     mine: Content = ranks.do(lambda: content(boosted, kinds), "the state cannot be saved")
     mine.prefix = prefix
-    folder = Path(directory).absolute()
+    folder = place(directory)
+    if keep is not None:
+        ranks.on_first(lambda: _no_checkpoint(folder))
     target = folder if keep is None else folder / f"{STEP}{boosted.step:08d}"
     rotation = None if keep is None else (folder, keep)
     if not asynchronous:
@@ -146,6 +149,14 @@ def limit_of(verb: str, shard_size: int | str) -> int:
     return limit
 
 
+def _no_checkpoint(folder: Path) -> None:
+    if (folder / INDEX).is_file():
+        raise CheckpointError(
+            f"save was given keep= and {folder}, which is a checkpoint itself and would hide those "
+            "in it.\n\nGive a folder of its own for the checkpoints."
+        )
+
+
 def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -> int:
     faults, limit = [], 0
     try:
@@ -156,8 +167,7 @@ def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -
         faults.append(
             f"save was given keep={keep!r}. Give the number of checkpoints to keep, at least 1."
         )
-    odd = [kind for kind in kinds if kind not in KINDS]
-    if odd:
+    if wrong_kinds(kinds):
         faults.append(f"save was given kinds={tuple(kinds)!r}. Give some of {', '.join(KINDS)}.")
     if faults:
         raise CheckpointError("\n\n".join(faults))
@@ -255,7 +265,7 @@ class _Writing:
         return found
 
     def _finish(self, sums: list[list[list[int]]]) -> None:
-        index = Index(**self.mine.about, token=self.token)
+        index = Index(**self.mine.about, token=self.token, time=time.time_ns())
         for (rows, values), theirs in zip(self.everyone, sums, strict=True):
             index.values.update(values)
             for row, mine in zip(rows, theirs, strict=True):

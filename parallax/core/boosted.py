@@ -35,7 +35,7 @@ class Boosted(State):
     """A rewritten model/optimizer pair. Made by calling a transform.
 
     A tree of optree's namespace `"parallax"` with the leaves `params`, `buffers`, `moments`,
-    `rooms` and `step`, which are exactly what a checkpoint holds; they are read when the tree is
+    `rooms` and `step`: what a checkpoint holds of the pair itself. They are read when the tree is
     flattened, so they are always current. `optree.tree_map(torch.clone, boosted,
     namespace="parallax")` is a snapshot; `boosted.load_(snapshot)` writes it back.
 

@@ -139,6 +139,7 @@ def broadcast(tensors: Iterable[Tensor], mesh: DeviceMesh, bucket: int = 1 << 24
 
 def _broadcast_bucket(row: list[Tensor], device: torch.device) -> None:
     flat = torch.cat([t.detach().reshape(-1).to(device) for t in row])
-    dist.broadcast(flat, src=0)
+    # As bytes: gloo and NCCL do not know every dtype.
+    dist.broadcast(flat.view(torch.uint8), src=0)
     for tensor, part in zip(row, flat.split([t.numel() for t in row]), strict=True):
         tensor.detach().copy_(part.view(tensor.shape))

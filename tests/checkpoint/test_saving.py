@@ -389,6 +389,104 @@ def test_a_directory_of_something_else_is_not_replaced(world2: World, tmp_path: 
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
+def others(directory: str) -> dict[str, Any]:
+    boosted = build()
+    train(boosted, 0)
+    found: dict[str, Any] = {}
+    boosted.save(f"{directory}/c")
+    if dist.get_rank() == 0:
+        (Path(directory) / "c" / "tokenizer.json").write_text("{}")
+        (Path(directory) / "big").mkdir()
+        (Path(directory) / "link").symlink_to("big")
+    dist.barrier()
+    found["other files"] = refusal(lambda: boosted.save(f"{directory}/c"))
+    found["in a checkpoint"] = refusal(lambda: boosted.save(f"{directory}/c", keep=2))
+    for _ in range(2):
+        boosted.save(f"{directory}/link")
+    boosted.save(f"{directory}/weights", kinds=("params", "buffers"))
+    found["fewer kinds"] = refusal(lambda: boosted.load_(f"{directory}/weights"))
+    found["no kinds"] = refusal(lambda: boosted.load_(f"{directory}/weights", kinds=()))
+    dist.barrier()
+    found["left"] = sorted(p.name for p in Path(directory).iterdir())
+    return found
+
+
+def test_nothing_of_others_is_replaced_or_hidden(world2: World, tmp_path: Path) -> None:
+    for found in world2.run(others, str(tmp_path)):
+        path = tmp_path / "c"
+        assert found["other files"] == (
+            f"CheckpointError: {path} holds what is no part of a checkpoint, so it is not "
+            "replaced: "
+            "tokenizer.json.\n\nGive a directory of its own."
+        )
+        assert found["in a checkpoint"] == (
+            f"CheckpointError: save was given keep= and {path}, which is a checkpoint itself and "
+            "would hide those in it.\n\nGive a folder of its own for the checkpoints."
+        )
+        assert found["fewer kinds"] == (
+            f"CheckpointError: the checkpoint {tmp_path / 'weights'} does not fit Mlp:\n  it holds "
+            "params, buffers only; read them with kinds=('params', 'buffers')\n\nBuild the model "
+            "and the optimizer's groups as they were when it was saved, attach what was attached, "
+            "or read less of it with kinds=."
+        )
+        assert found["no kinds"].startswith("CheckpointError: load_ was given kinds=().")
+        assert found["left"] == ["big", "c", "link", "weights"]
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "big" / "index.json").is_file()
+
+
+def lost(directory: str) -> list[str]:
+    boosted = build()
+    for step in range(2):
+        train(boosted, step)
+        boosted.save(directory, keep=2)
+    newest = Path(directory) / "step-00000002"
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (newest / "index.json").unlink()
+    dist.barrier()
+    calls = [(directory, "auto"), (directory, "must"), (str(newest), "auto")]
+    return [
+        refusal(lambda p=p, r=r: boosted.load_(p, resume=r))  # pyright: ignore[reportArgumentType]
+        for p, r in calls
+    ]
+
+
+def test_a_lost_index_is_no_reason_to_begin_anew(world2: World, tmp_path: Path) -> None:
+    newest = tmp_path / "run" / "step-00000002"
+    for found in world2.run(lost, str(tmp_path / "run")):
+        assert (
+            found
+            == [
+                (
+                    f"CheckpointError: {newest} holds tensors and no index.json, so it is a "
+                    "checkpoint "
+                    "that was damaged.\n\nRemove it, or load another one by its own path."
+                )
+            ]
+            * 3
+        )
+
+
+def copied(directory: str) -> int:
+    boosted = build()
+    for step in range(3):
+        train(boosted, step)
+        boosted.save(f"{directory}/a", keep=3)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        # In reverse order, and without their times.
+        for path in sorted(Path(f"{directory}/a").iterdir(), reverse=True):
+            shutil.copytree(path, f"{directory}/b/{path.name}", copy_function=shutil.copy)
+    dist.barrier()
+    boosted.load_(f"{directory}/b")
+    return boosted.step
+
+
+def test_a_copied_folder_has_the_same_newest(world2: World, tmp_path: Path) -> None:
+    assert world2.run(copied, str(tmp_path)) == [3, 3]
+
+
 # -- what goes along -------------------------------------------------------------------------------
 
 
@@ -450,6 +548,7 @@ def along(directory: str) -> list[Any]:
     found += [counter.state["count"], counter.state["seen"] == mine.state["seen"]]
     found += [torch.equal(counter.state["weights"], torch.ones(2))]
     third = build(1)
+    third.load_(directory)  # which waits for a Counter, and then is asked for less
     third.load_(directory, kinds=("params", "buffers", "moments", "rooms", "step", "random"))
     train(third, 0)
     return found

@@ -248,6 +248,7 @@ OPTIMIZERS: dict[str, Any] = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
     "amsgrad": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "a rate in a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
     "fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
 }
 

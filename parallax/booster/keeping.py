@@ -15,7 +15,7 @@ from parallax.booster.saving import check_loading, check_saving, directory_fault
 from parallax.booster.schedule import load_schedule_, save_schedule
 from parallax.booster.weights import MODEL, save_weights
 from parallax.checkpoint import load_, load_pretrained, save
-from parallax.checkpoint.files import INDEX
+from parallax.checkpoint.folder import find
 from parallax.core.boosted import Boosted
 from parallax.core.state import Kind
 from parallax.launch import launch
@@ -100,7 +100,7 @@ class Keeping:
         """
         boosted, path = self.boosted(model), Path(checkpoint)
         check_loading("load_model", low_cpu_mem_mode, num_threads)
-        if not strict or not (path / INDEX).exists():
+        if not strict or find(path) is None:
             load_pretrained(boosted, path, strict=strict)
             return
         load_(boosted, path, kinds=MODEL)
@@ -148,7 +148,7 @@ class Keeping:
         """
         boosted, path = self.boosted(optimizer), Path(checkpoint)
         check_loading("load_optimizer", low_cpu_mem_mode, num_threads)
-        if (path / INDEX).exists():
+        if find(path) is not None:
             load_(boosted, path, kinds=OPTIMIZER)
         else:
             load_moments_(boosted, path)

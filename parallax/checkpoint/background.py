@@ -91,6 +91,21 @@ class Saving:
         return f"<saving {self.directory}: {self.progress:.0%}>"
 
 
+def wait_for(boosted: Any) -> None:
+    """Wait for a pair's asynchronous saving, and raise its error; it is forgotten once it is done.
+
+    Not before: an interrupt that ends the waiting ends no thread, whose memory must not be reused.
+    """
+    saving = boosted.saving
+    if saving is None:
+        return
+    try:
+        saving.result()
+    finally:
+        if saving.done():
+            boosted.saving = None
+
+
 def _last_words() -> None:
     """Say what went wrong with a saving whose result nobody asked for before the program ended."""
     for saving in list(_STARTED):

@@ -83,13 +83,13 @@ def content(boosted: Boosted, kinds: tuple[Kind, ...]) -> Content:
     assert coordinate is not None, "every rank of the world is in the mesh"
     rank = boosted.mesh.get_rank()
     leaves = ("params", "buffers", "moments", "rooms")
+    _refuse_nested(boosted, kinds)
     for key, value in flat({kind: boosted.leaves(kind) for kind in kinds if kind in leaves}):
         owner = owner_of(boosted, key)
         if owner not in (None, rank):
             continue
         if not isinstance(value, Tensor):
-            if not isinstance(value, dict):  # an empty dict has no leaves
-                found.values[key] = _value(boosted, key, value)
+            found.values[key] = _value(boosted, key, value)
             continue
         if type(value) not in (Tensor, DTensor, nn.Parameter):
             # A subclass (quantised state, say) computes its elements from others inside.
@@ -108,6 +108,14 @@ def content(boosted: Boosted, kinds: tuple[Kind, ...]) -> Content:
             found.texts = texts(boosted.model)
         found.about = _about(boosted, kinds)
     return found
+
+
+def _refuse_nested(boosted: Boosted, kinds: tuple[Kind, ...]) -> None:
+    """Refuse dicts in the optimizer's state: a path of names would not tell where one begins."""
+    for name, row in (boosted.moments if "moments" in kinds else {}).items():
+        for slot, value in row.items():
+            if isinstance(value, dict):
+                raise CheckpointError(_no_file(boosted, f"moments/{name}/{slot}", value))
 
 
 def wrong_kinds(kinds: object) -> bool:

@@ -215,7 +215,7 @@ def _inside(box: Box, shape: tuple[int, ...]) -> Box:
 
 
 def _plain_name(name: Any) -> str:
-    if not isinstance(name, str) or Path(name).name != name:
+    if not isinstance(name, str) or Path(name).name != name or name == "..":
         # An index from elsewhere must not point outside its directory.
         raise ValueError(f"the file name {name!r} leaves the directory")
     return name

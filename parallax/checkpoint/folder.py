@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import uuid
 from pathlib import Path
 
 from parallax.checkpoint.files import INDEX, read_index
@@ -156,15 +158,23 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 
 def rotate(folder: Path, keep: int) -> None:
     """Remove all checkpoints of a folder but the newest, and what killed runs left there."""
-    for path in _complete(folder)[:-keep]:
+    for path in [p for p in _complete(folder) if _numbered(p)][:-keep]:
+        gone = path
         if not path.name.startswith("."):
             # Renamed first, so that a kill in the middle leaves no half one in sight.
-            gone = _hidden(path, "rotated", "partial")
-            path.rename(gone)
-            path = gone  # noqa: PLW2901
-        shutil.rmtree(path, ignore_errors=True)
+            gone = _hidden(path, uuid.uuid4().hex[:8], "partial")
+            # What cannot be removed now is tried again at the next save; the new one is complete.
+            with contextlib.suppress(OSError):
+                path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
     for path in folder.glob(f".{STEP}*.partial"):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(path: Path) -> bool:
+    """Whether a directory was made by rotation, and holds nothing else than its checkpoint."""
+    name = _target(path) if path.name.startswith(".") else path.name
+    return re.fullmatch(rf"{STEP}\d+", name) is not None and not _others(path)
 
 
 def _complete(folder: Path) -> list[Path]:
@@ -172,6 +182,7 @@ def _complete(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     shown = {p for p in folder.iterdir() if (p / INDEX).is_file() and p.suffix != ".partial"}
+    shown = {p for p in shown if not p.is_symlink()}  # a link is no checkpoint more
     names = {p.name for p in shown}
     # Of a checkpoint that was being replaced, the older one counts while the new one is not there.
     shown = {p for p in shown if p.suffix != ".old" or _target(p) not in names}
@@ -180,9 +191,12 @@ def _complete(folder: Path) -> list[Path]:
 
 def _completed(index: Path) -> int:
     """When a checkpoint was completed, in nanoseconds: as it says, for a copy has other times."""
-    with index.open("rb") as file:
-        found = _TIME.search(file.read(200))
-    return int(found[1]) if found else index.stat().st_mtime_ns
+    try:
+        with index.open("rb") as file:
+            found = _TIME.search(file.read(200))
+        return int(found[1]) if found else index.stat().st_mtime_ns
+    except FileNotFoundError:  # removed meanwhile, by the run that it is of
+        return 0
 
 
 def _hidden(path: Path, token: str, suffix: str) -> Path:

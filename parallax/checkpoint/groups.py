@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from parallax.core.bind import group_names
 from parallax.core.boosted import Boosted
+from parallax.errors import CheckpointError
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Settings of a group that say by which kernels it is stepped, not what is computed."""
@@ -21,15 +22,25 @@ def settings(boosted: Boosted) -> list[dict[str, Any]]:
     names = group_names(boosted.optimizer, boosted.names, boosted.model)
     rows = []
     for group, members in zip(boosted.optimizer.param_groups, names, strict=True):
-        plain = {k: _setting(v) for k, v in group.items() if k != "params"}
+        plain = {k: _setting(v, k) for k, v in group.items() if k != "params"}
         rows.append({"params": members, "settings": plain})
     return rows
 
 
-def _setting(value: Any) -> Any:
-    if isinstance(value, Tensor):
+def _setting(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
         return value.item()
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list | tuple):
+        return [_setting(v, name) for v in value]
+    if isinstance(value, dict):
+        return {str(k): _setting(v, name) for k, v in value.items()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"the optimizer has the setting {name}={value!r}, a {type(value).__name__}, and a "
+        "checkpoint holds numbers and text.\n\nGive the optimizer a plain value, or save the rest: "
+        "boosted.save(directory, kinds=('params', 'buffers', 'rooms', 'step'))."
+    )
 
 
 def set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -40,10 +51,11 @@ def set_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
                 group[key] = restored(value, group.get(key))
 
 
+@torch.no_grad()
 def restored(value: Any, current: Any) -> Any:
     """A setting as JSON gives it back, in the form of what stands there: JSON knows lists only."""
     if isinstance(current, Tensor):
-        return torch.full_like(current, value)
+        return current.fill_(value)  # what reads a rate from a tensor holds that very tensor
     if not isinstance(value, list):
         return value
     alike = isinstance(current, list | tuple) and len(current) == len(value)

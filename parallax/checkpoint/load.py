@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from parallax.checkpoint.background import wait_for
 from parallax.checkpoint.content import wrong_kinds
 from parallax.checkpoint.files import INDEX, flat
 from parallax.checkpoint.folder import damaged, find
@@ -61,8 +62,7 @@ def load(
         CheckpointError: There is none, it is damaged, or it does not fit.
 
     Example:
-        >>> boosted = parallax.load(  # doctest: +SKIP
-        ...     "runs/a", compose(tp(2), zero(2)), make_model, make_optimizer, resume="auto")
+        >>> boosted = parallax.load("runs/a", zero(2), make_model, make_adamw)  # doctest: +SKIP
     """
     ranks = Ranks()
     path = _resolve(ranks, Path(directory), resume)
@@ -115,12 +115,11 @@ def load_(
         that replaces none, once. Beside what it holds it needs two chunks (of about 4 MiB) of
         memory.
     """
-    if boosted.saving is not None:
-        before, boosted.saving = boosted.saving, None
-        before.result()
+    wait_for(boosted)
     boosted.free("load_")
     ranks = Ranks()
     ranks.do(lambda: _checked(kinds, resume))
+    ranks.alike("load_", kinds=kinds, resume=resume)
     path = _resolve(ranks, Path(directory), resume)
     if path is None:
         return False
@@ -131,7 +130,7 @@ def load_(
         if "attached" not in kinds:
             boosted.along.waiting = {}
         else:
-            ranks.do(lambda: boosted.along.load(states), "what is attached took no state", OTHER)
+            _give(boosted, ranks, states)
         ranks.do(
             lambda: boosted.write_(tree, kinds=kinds),
             f"{what} any more, and a part of the pair is loaded",
@@ -141,9 +140,21 @@ def load_(
             boosted.along.again = partial(set_groups, boosted.optimizer, reader.index.groups)
             boosted.along.again()
         if "random" in kinds and "random" in reader.index.kinds:
-            state, number = _randomness(boosted, reader)
-            restore(state, number)
+            ranks.do(lambda: restore(*_randomness(boosted, reader)), what, OTHER)
     return True
+
+
+def _give(boosted: Boosted, ranks: Ranks, states: dict[str, Any]) -> None:
+    """Hand states to what is attached; where one rank's refuses, no rank's has it."""
+    undo: list[Callable[[], None]] = []
+    try:
+        ranks.do(
+            lambda: undo.append(boosted.along.load(states)), "what is attached took no state", OTHER
+        )
+    except CheckpointError:
+        for back_again in undo:
+            back_again()
+        raise
 
 
 def _checked(kinds: tuple[Kind, ...], resume: str) -> None:
@@ -159,7 +170,7 @@ def _resolve(ranks: Ranks, directory: Path, resume: str) -> Path | None:
     """The checkpoint that is meant, as rank 0 sees it; None where none need be and none is."""
     path = directory.expanduser().absolute()
 
-    def look() -> None:
+    def look() -> Path | None:
         lost = damaged(path)
         if lost is not None and (lost != path or resume == "auto"):
             raise CheckpointError(
@@ -167,8 +178,9 @@ def _resolve(ranks: Ranks, directory: Path, resume: str) -> Path | None:
                 "Remove it, or load another one by its own path."
             )
 
-    ranks.on_first(look)
-    found = ranks.from_first(find(path) if ranks.rank == 0 else None)
+        return find(path)
+
+    found = ranks.on_first(look, f"{path} cannot be looked into", OTHER)
     return found if found is not None or resume == "auto" else path
 
 
@@ -370,8 +382,9 @@ def _counts_on_device(boosted: Boosted) -> set[int]:
 
 
 def _plain_state(reader: Reader, key: str) -> Any:
-    numbers = [k for k in reader.index.tensors if k.startswith(f"{key}/")]
-    tensors = [reader.tensor(f"{key}/{n}") for n in range(len(numbers))]
+    tensors = []
+    while (name := f"{key}/{len(tensors)}") in reader.index.tensors:
+        tensors.append(reader.tensor(name))
     try:
         return back(reader.index.values[key], tensors)
     except (ValueError, TypeError, IndexError, KeyError) as error:

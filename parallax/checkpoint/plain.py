@@ -7,7 +7,7 @@ the number under which it is kept beside.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from parallax.errors import CheckpointError
 
-_DICTS = {dict: "dict", OrderedDict: "dict", defaultdict: "dict", Counter: "Counter"}
-_LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", deque: "deque"}
+_DICTS = {dict: "dict", OrderedDict: "dict", Counter: "Counter"}
+_LISTS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _MAKE: dict[str, Any] = {
     "dict": dict,
     "Counter": Counter,
     "tuple": tuple,
     "set": set,
     "frozenset": frozenset,
-    "deque": deque,
     "bytes": bytes.fromhex,
 }
 
@@ -62,6 +61,8 @@ def plain(value: Any, where: str, tensors: list[Tensor] | None = None) -> Any:
     if kind in _LISTS:
         rows = sorted(value) if isinstance(value, set | frozenset) else value
         return {_LISTS[kind]: [plain(v, f"{where}[{i}]", tensors) for i, v in enumerate(rows)]}
+    if isinstance(value, deque):
+        return {"deque": [plain([*value], where, tensors), value.maxlen]}
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     if kind in _DICTS and isinstance(value, dict):
@@ -93,6 +94,8 @@ def back(value: Any, tensors: Sequence[Tensor] = ()) -> Any:
         return tensors[int(rows)]
     if kind == "number":
         return torch.tensor(rows[0], dtype=getattr(torch, rows[1]))
+    if kind == "deque":
+        return deque(back(rows[0], tensors), rows[1])
     if kind in ("dict", "Counter"):
         return _MAKE[kind]({back(k): back(v, tensors) for k, v in rows})
     if kind not in _MAKE:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from parallax.checkpoint.folder import find
 from parallax.checkpoint.foreign import Own, open_foreign
 from parallax.checkpoint.pieces import chunks
 from parallax.checkpoint.read import Read
@@ -85,7 +86,11 @@ def load_pretrained(
 def _found(path: str | os.PathLike[str]) -> Path:
     """Where a path, or a name in the local cache, is."""
     here = Path(path)
-    if here.exists() or re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None:
+    if (
+        here.exists()
+        or find(here) is not None
+        or re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)) is None
+    ):
         return here
     try:
         from huggingface_hub import snapshot_download

@@ -6,6 +6,7 @@ import math
 import random
 import sys
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def restore(state: Mapping[str, Any], number: int = 0) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state:
+    if "numpy" in state and find_spec("numpy") is not None:
         import numpy as np
 
         kind, words, *rest = state["numpy"]

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from xxhash import xxh3_64_intdigest
 
-from parallax.checkpoint.background import Saving, Staging, own_group
+from parallax.checkpoint.background import Saving, Staging, own_group, wait_for
 from parallax.checkpoint.content import Content, Row, content, wrong_kinds
 from parallax.checkpoint.files import INDEX, Entry, Index, Piece
 from parallax.checkpoint.folder import STEP, Target, place, rotate, write_text
@@ -82,15 +82,15 @@ def save(
         memory (about 4 MiB); `asynchronous` holds a copy of this rank's slices in host memory
         (pinned on GPUs), allocated once and kept for the next.
     """
-    if boosted.saving is not None:
-        before, boosted.saving = boosted.saving, None
-        before.result()
+    wait_for(boosted)
     boosted.free("save")
     ranks = Ranks()
     limit = ranks.do(lambda: _checked(kinds, keep, shard_size))
+    beside = bool(asynchronous)
+    ranks.alike("save", kinds=kinds, keep=keep, shard_size=limit, asynchronous=beside)
     mine: Content = ranks.do(lambda: content(boosted, kinds), "the state cannot be saved")
     mine.prefix = prefix
-    folder = place(directory)
+    folder = ranks.do(lambda: place(directory), f"save was given {directory!r}")
     if keep is not None:
         ranks.on_first(lambda: _no_checkpoint(folder))
     target = folder if keep is None else folder / f"{STEP}{boosted.step:08d}"
@@ -168,7 +168,7 @@ def _checked(kinds: tuple[Kind, ...], keep: int | None, shard_size: int | str) -
             f"save was given keep={keep!r}. Give the number of checkpoints to keep, at least 1."
         )
     if wrong_kinds(kinds):
-        faults.append(f"save was given kinds={tuple(kinds)!r}. Give some of {', '.join(KINDS)}.")
+        faults.append(f"save was given kinds={kinds!r}. Give some of {', '.join(KINDS)}.")
     if faults:
         raise CheckpointError("\n\n".join(faults))
     return limit

@@ -17,18 +17,22 @@ MODEL_INDEX = "model.safetensors.index.json"
 def texts(model: nn.Module) -> dict[str, bytes]:
     """The files of text that let transformers make the model: by name, none for other models."""
     found = {}
-    config = getattr(model, "config", None)
-    if callable(getattr(config, "to_json_string", None)):
-        assert config is not None, "None has no such method"
+    config: Any = getattr(model, "config", None)
+    if _of_transformers(config):
         told: dict[str, Any] = json.loads(config.to_json_string(use_diff=True))
         told.setdefault("architectures", None)
         told["architectures"] = told["architectures"] or [own_class(model)]
         found["config.json"] = (json.dumps(told, indent=2, sort_keys=True) + "\n").encode()
-    generation = getattr(model, "generation_config", None)
-    if callable(getattr(generation, "to_json_string", None)):
-        assert generation is not None, "None has no such method"
+    generation: Any = getattr(model, "generation_config", None)
+    if _of_transformers(generation):
         found["generation_config.json"] = generation.to_json_string().encode()
     return found
+
+
+def _of_transformers(config: object) -> bool:
+    """Whether a configuration is one of transformers', not a thing of the user's of that name."""
+    kinds = type(config).__mro__
+    return any(kind.__module__.partition(".")[0] == "transformers" for kind in kinds)
 
 
 def own_class(model: nn.Module) -> str:

@@ -64,12 +64,24 @@ class Ranks:
             fault = str(error)
         except Exception as error:  # noqa: BLE001  whatever it is, no other rank may be left waiting
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
-            fault = f"{what}: rank {self.rank}: {kind}{error}.\n\n{remedy}".rstrip()
+            where = f"{what}: rank {self.rank}" if what else f"rank {self.rank}"
+            fault = f"{where}: {kind}{error}.\n\n{remedy}".rstrip()
         found = [text for text in self.all(fault) if text]
         if found:
             raise CheckpointError(found[0])
         return result
 
-    def on_first(self, work: Callable[[], Any], what: str = "", remedy: str = "") -> None:
-        """Do a piece of work on rank 0; errors as in `do`."""
-        self.do(work if self.rank == 0 else lambda: None, what, remedy)
+    def on_first(self, work: Callable[[], Any], what: str = "", remedy: str = "") -> Any:
+        """Do a piece of work on rank 0; its result on every rank, errors as in `do`."""
+        found = self.do(work if self.rank == 0 else lambda: None, what, remedy)
+        return self.from_first(found)
+
+    def alike(self, verb: str, **given: Any) -> None:
+        """Raise unless a verb was given the same on every rank."""
+        rows = self.all({name: repr(value) for name, value in given.items()})
+        for name in given:
+            if len(said := dict.fromkeys(row[name] for row in rows)) > 1:
+                raise CheckpointError(
+                    f"{verb} was given {name}={' and '.join(said)} on different ranks.\n\nGive the "
+                    "same on every rank."
+                )

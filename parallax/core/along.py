@@ -26,7 +26,7 @@ class Along:
         ...     def state_dict(self): return {"n": self.n}
         ...     def load_state_dict(self, state): self.n = state["n"]
         >>> along = Along()
-        >>> along.load({"Counter": {"n": 3}})
+        >>> undo = along.load({"Counter": {"n": 3}})
         >>> counter = Counter()
         >>> along.add(counter), counter.n, along.states()
         ('Counter', 3, {'Counter': {'n': 3}})
@@ -68,9 +68,14 @@ class Along:
         known = [n for n, other in self.things.items() if other is thing]
         if known:
             return known[0]
+        numbered = name is None
         if name is None:
-            self._counts[kind] = self._counts.get(kind, 0) + 1
-            name = kind if self._counts[kind] == 1 else f"{kind}-{self._counts[kind]}"
+            count = self._counts.get(kind, 0) + 1
+            name = kind if count == 1 else f"{kind}-{count}"
+        elif not isinstance(name, str) or not name or "/" in name:
+            raise CheckpointError(
+                f"attach was given name={name!r}.\n\nGive a text without a slash."
+            )
         if name in self.things:
             raise CheckpointError(
                 f"attach was given a {kind} as {name!r}, and a "
@@ -81,6 +86,7 @@ class Along:
             del self.waiting[name]
             if self.again is not None:
                 self.again()
+        self._counts[kind] = self._counts.get(kind, 0) + numbered
         self._things[name] = weakref.ref(thing) if weak else lambda: thing
         return name
 
@@ -89,23 +95,33 @@ class Along:
         # What waits was not used yet, and belongs to this run all the same.
         return {**self.waiting, **{name: t.state_dict() for name, t in self.things.items()}}
 
-    def load(self, states: dict[str, Any]) -> None:
+    def load(self, states: dict[str, Any]) -> Callable[[], None]:
         """Hand states to what is attached; the rest waits.
+
+        Returns:
+            Takes all of it back.
 
         Raises:
             ParallaxError: A thing refuses its state; all others are as they were.
         """
         before: list[tuple[Any, Any]] = []
+        waiting = self.waiting
+
+        def undo() -> None:
+            for thing, state in before:
+                thing.load_state_dict(state)
+            self.waiting = waiting
+
         try:
             for name, thing in self.things.items():
                 if name in states:
                     before.append((thing, thing.state_dict()))
                     thing.load_state_dict(states[name])
         except Exception:
-            for thing, state in before:
-                thing.load_state_dict(state)
+            undo()
             raise
         self.waiting = {name: s for name, s in states.items() if name not in self.things}
+        return undo
 
     def missing(self, states: Container[str]) -> list[str]:
         """What is attached, with no state among these: a thing that can be at rest needs none."""

@@ -84,6 +84,8 @@ class Resumable(DataLoader[Any]):
         try:
             place = Place(int(state_dict["epoch"]), int(state_dict["samples"]))
             saved = dict(state_dict["settings"])
+            if min(place) < 0:
+                raise ValueError(f"{place} is before the beginning")
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(
                 f"a {kind} was given a state that is none of a loader: {type(error).__name__}: "

@@ -175,10 +175,12 @@ def test_plain_state_comes_back_as_it_was(value: Any) -> None:
 def test_tensors_counters_and_sets_come_back() -> None:
     tensors: list[torch.Tensor] = []
     value = {"a": [torch.ones(2), Counter({1: 2})], "b": {3, 1}, "c": OrderedDict(x=(1,))}
+    value["d"] = deque([1, 2], maxlen=2)
     again = back(plain(value, "it", tensors), tensors)
     assert torch.equal(again["a"][0], torch.ones(2))
     assert (again["a"][1], again["b"], again["c"]) == (Counter({1: 2}), {1, 3}, {"x": (1,)})
     assert type(again["a"][1]) is Counter
+    assert (again["d"], again["d"].maxlen) == (deque([1, 2]), 2)
 
 
 @pytest.mark.parametrize("value", [{"a": 1, "b": 2}, {"exec": [1]}, {"tensor": 5}])

@@ -639,6 +639,123 @@ def test_a_thing_that_refuses_its_state_stops_all_before_it_begins(
         assert found == ("CheckpointError: a negative count.\n\nCount upwards.", True, 1)
 
 
+def one_refuses(directory: str) -> tuple[str, int, list[str]]:
+    boosted = build()
+    boosted.attach(Counter(7), name="mine")
+    boosted.save(directory)
+    other = build(1)
+    counter = Counter(1)
+    if dist.get_rank() == 1:
+        counter.load_state_dict = refuse
+    other.attach(counter, name="mine")
+    text = refusal(lambda: other.load_(directory))
+    return text, counter.state["count"], list(other.along.waiting)
+
+
+def refuse(state: Any) -> None:
+    if state["count"] == 7:
+        raise DataError("not here.\n\nNever.")
+
+
+def test_what_one_rank_refuses_no_rank_has(world2: World, tmp_path: Path) -> None:
+    for found in world2.run(one_refuses, str(tmp_path / "c")):
+        assert found == ("CheckpointError: not here.\n\nNever.", 1, [])
+
+
+def unlike(directory: str) -> list[str]:
+    boosted = build()
+    first = dist.get_rank() == 0
+    nowhere: Any = directory if first else None
+    found = [
+        refusal(lambda: boosted.save(directory, keep=3 if first else None)),
+        refusal(lambda: boosted.save(directory, asynchronous=first)),
+        refusal(lambda: boosted.save(nowhere)),
+        refusal(lambda: boosted.load_(directory, resume="must" if first else "auto")),
+    ]
+    dist.barrier()
+    return found
+
+
+def test_calls_that_differ_are_refused_and_hang_nowhere(world2: World, tmp_path: Path) -> None:
+    for found in world2.run(unlike, str(tmp_path / "c"), timeout=60):
+        assert found[0] == (
+            "CheckpointError: save was given keep=3 and None on different ranks.\n\nGive the same "
+            "on every rank."
+        )
+        assert "asynchronous=True and False" in found[1]
+        assert "rank 1: TypeError" in found[2]
+        assert "resume='must' and 'auto'" in found[3]
+
+
+def a_folder_in_use(directory: str) -> list[str]:
+    boosted = build()
+    boosted.save(f"{directory}/best")
+    for step in range(3):
+        train(boosted, step)
+        boosted.save(directory, keep=1)
+        if step == 0 and dist.get_rank() == 0:
+            (Path(directory) / "step-00000001" / "notes.txt").write_text("mine")
+        dist.barrier()
+    return sorted(p.name for p in Path(directory).iterdir())
+
+
+def test_rotation_removes_only_what_it_made(world2: World, tmp_path: Path) -> None:
+    for found in world2.run(a_folder_in_use, str(tmp_path / "run")):
+        assert found == ["best", "step-00000001", "step-00000003"]
+
+
+def interrupted(directory: str) -> bool:
+    """Ctrl-C while waiting: the thread goes on, and the pair must not forget it."""
+    boosted = build()
+    with Slow() as slow:
+        saving = boosted.save(directory, asynchronous=True)
+        real, saving.result = saving.result, interrupt
+        try:
+            boosted.save(f"{directory}-2")
+        except KeyboardInterrupt:
+            kept = boosted.saving is saving
+        saving.result = real
+        slow.let_go = True
+        boosted.save(f"{directory}-2")
+    return kept and saving.done() and boosted.saving is None
+
+
+def interrupt(timeout: float | None = None) -> Path:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_wait_forgets_no_saving(world2: World, tmp_path: Path) -> None:
+    assert world2.run(interrupted, str(tmp_path / "c")) == [True, True]
+
+
+def nested(directory: str) -> list[str]:
+    boosted = build()
+    train(boosted, 0)
+    parameter = next(iter(boosted.params.values()))
+    boosted.optimizer.state[parameter]["avg"] = {"m": torch.ones(1)}
+    found = [refusal(lambda: boosted.save(directory))]
+    del boosted.optimizer.state[parameter]["avg"]
+    boosted.optimizer.param_groups[0]["kind"] = print
+    found.append(refusal(lambda: boosted.save(directory)))
+    found.append(refusal(lambda: boosted.attach(Counter(), name="a/b")))
+    return found
+
+
+def test_state_that_would_not_come_back_is_refused(world2: World, tmp_path: Path) -> None:
+    for found in world2.run(nested, str(tmp_path / "c")):
+        assert found[0].startswith(
+            "CheckpointError: the optimizer SGD keeps a dict as avg of layers.0.weight, and a "
+        )
+        assert found[1].startswith(
+            "CheckpointError: the optimizer has the setting kind=<built-in function print>, a "
+            "builtin_function_or_method, and a checkpoint holds numbers and text."
+        )
+        assert found[2] == (
+            "CheckpointError: attach was given name='a/b'.\n\nGive a text without a slash."
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
 def busy(directory: str) -> str:
     from parallax import ema
 

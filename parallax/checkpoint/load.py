@@ -147,10 +147,9 @@ def load_(
 def _give(boosted: Boosted, ranks: Ranks, states: dict[str, Any]) -> None:
     """Hand states to what is attached; where one rank's refuses, no rank's has it."""
     undo: list[Callable[[], None]] = []
+    what = "what is attached took no state"
     try:
-        ranks.do(
-            lambda: undo.append(boosted.along.load(states)), "what is attached took no state", OTHER
-        )
+        ranks.do(lambda: undo.append(boosted.along.load(states)), what, OTHER)
     except CheckpointError:
         for back_again in undo:
             back_again()
